@@ -1,0 +1,188 @@
+"""The one typed configuration tree of a deployment.
+
+Unknown keys are errors, units are in the names, and every key is documented where it is defined.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pydantic
+import yaml
+
+from antiphon.protocol.errors import ConfigError
+
+
+class Section(pydantic.BaseModel):
+    """Base of all sections: frozen, unknown keys refused, docstrings under fields become descriptions."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """Which checkpoint is served and how it is held."""
+
+    path: str
+    """Folder of a checkpoint, or a Hugging Face hub id such as ``openai/gpt-oss-20b``."""
+    revision: str | None = None
+    """Hub revision (branch, tag or commit)."""
+    served_name: str | None = None
+    """Name in the HTTP API; the last part of ``path`` when absent."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Arithmetic and KV type of the plain road; float32 on CPUs."""
+    max_context_tokens: int | None = pydantic.Field(None, ge=2)
+    """Prompt + output limit; the checkpoint's own when absent."""
+
+    @property
+    def name(self) -> str:
+        """The name clients use."""
+        return self.served_name or Path(self.path).name
+
+
+class KvCacheConfig(Section):
+    """Size and shape of one worker's paged KV cache."""
+
+    page_size_tokens: int = pydantic.Field(64, ge=16)
+    """Positions per page."""
+    full_pages: int = pydantic.Field(512, ge=2)
+    """Pages of the group of full-attention layers."""
+    sliding_pages: int = pydantic.Field(256, ge=2)
+    """Pages of the group of sliding-window layers."""
+    prefix_cache: bool = True
+    """Keep finished pages for later prompts with the same beginning."""
+
+
+class WorkerConfig(Section):
+    """One pool of workers; prefill and decode have the same shape."""
+
+    replicas: int = pydantic.Field(1, ge=1)
+    """Workers of this role."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model runs."""
+    tensor_parallel: int = pydantic.Field(1, ge=1)
+    """Attention ranks per worker."""
+    expert_parallel: bool = False
+    """Experts are spread over the ranks (EP = TP) instead of being split."""
+    kv_cache: KvCacheConfig = KvCacheConfig()
+    """This pool's pages."""
+    chunk_tokens: int = pydantic.Field(512, ge=16)
+    """Prompt tokens computed per prefill step; a multiple of the page size."""
+    max_batch_size: int = pydantic.Field(32, ge=1)
+    """Sequences decoded together."""
+    max_queued_requests: int = pydantic.Field(256, ge=1)
+    """Requests waiting inside a worker; beyond it a request is refused."""
+    max_reservations_waiting: int = pydantic.Field(8, ge=1)
+    """Decode only: reservations that may wait for their KV at one time."""
+    cpu_threads: int = pydantic.Field(1, ge=1)
+    """Torch threads of one CPU rank."""
+
+
+class TransferConfig(Section):
+    """How KV moves from prefill to decode."""
+
+    transport: Literal["nixl"] = "nixl"
+    """The transport between processes."""
+    layer_groups: int = pydantic.Field(2, ge=1)
+    """Parts in which a chunk is shipped while later layers compute."""
+    completion_timeout_s: float = pydantic.Field(5.0, gt=0)
+    """A granted set without progress for this long is asked for again, then failed."""
+    lease_s: float = pydantic.Field(15.0, gt=0)
+    """A peer silent for this long is treated as dead and its work is recomputed elsewhere."""
+    heartbeat_s: float = pydantic.Field(1.0, gt=0)
+    """Interval of heartbeats on every link."""
+
+
+class RouterConfig(Section):
+    """The HTTP front end."""
+
+    replicas: int = pydantic.Field(1, ge=1)
+    """Router processes."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = pydantic.Field(8000, ge=0, le=65535)
+    """Port to listen on; 0 picks a free one."""
+    max_in_flight_requests: int = pydantic.Field(256, ge=1)
+    """Requests admitted at one time."""
+    max_queued_requests: int = pydantic.Field(256, ge=0)
+    """Requests waiting for admission; beyond it 429."""
+    max_body_bytes: int = pydantic.Field(16 * 1024 * 1024, ge=1024)
+    """Largest request body; beyond it 413."""
+    request_timeout_s: float = pydantic.Field(600.0, gt=0)
+    """Deadline of a request that names none."""
+    max_attempts: int = pydantic.Field(3, ge=1)
+    """Prefill attempts per request before it ends with an error."""
+    slow_client_buffer_tokens: int = pydantic.Field(8192, ge=64)
+    """Tokens held for a client that reads too slowly before it is cut off."""
+
+
+class RayConfig(Section):
+    """How the deployment meets its Ray cluster."""
+
+    address: str | None = None
+    """Address of a running cluster; absent starts a local one that ends with the deployment."""
+
+
+class DeploymentConfig(Section):
+    """A whole deployment: what ``antiphon serve --config FILE`` reads."""
+
+    model: ModelConfig
+    router: RouterConfig = RouterConfig()
+    prefill: WorkerConfig = WorkerConfig()
+    decode: WorkerConfig = WorkerConfig()
+    transfer: TransferConfig = TransferConfig()
+    ray: RayConfig = RayConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _pools_agree(self) -> DeploymentConfig:
+        sizes = (self.prefill.kv_cache.page_size_tokens, self.decode.kv_cache.page_size_tokens)
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"kv_cache.page_size_tokens differs: prefill {sizes[0]}, decode {sizes[1]}")
+        for role, worker in (("prefill", self.prefill), ("decode", self.decode)):
+            page = worker.kv_cache.page_size_tokens
+            if worker.chunk_tokens % page:
+                raise ValueError(
+                    f"{role}.chunk_tokens {worker.chunk_tokens} is not a multiple of the page size {page}"
+                )
+        return self
+
+
+def load_deployment(path: Path, overrides: dict[str, object] | None = None) -> DeploymentConfig:
+    """Read a deployment file; ``overrides`` maps dotted keys (``router.port``) to values.
+
+    Raises:
+        ConfigError: no such file, not YAML, an unknown key or a bad value; names file, key and value.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
+    for dotted, value in (overrides or {}).items():
+        _set_dotted(tree, dotted, value)
+    try:
+        return DeploymentConfig.model_validate(tree)
+    except pydantic.ValidationError as error:
+        raise ConfigError(f"{path}: " + "; ".join(_describe(e) for e in error.errors())) from error
+
+
+def _set_dotted(tree: dict[str, object], dotted: str, value: object) -> None:
+    *parents, leaf = dotted.split(".")
+    node = tree
+    for key in parents:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"{dotted}: {key} is not a section")
+        node = child
+    node[leaf] = value
+
+
+def _describe(error: object) -> str:
+    assert isinstance(error, dict)
+    where = ".".join(str(part) for part in error["loc"]) or "deployment"
+    if error["type"] == "extra_forbidden":
+        return f"{where}: unknown key"
+    return f"{where}: {error['msg']} (got {error['input']!r})" if error["loc"] else f"{error['msg']}"

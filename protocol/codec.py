@@ -1,0 +1,28 @@
+"""Wire codec: msgpack with a tag per message, strict about unknown fields and types."""
+
+from __future__ import annotations
+
+import msgspec
+
+from antiphon.protocol.errors import WireError
+from antiphon.protocol.messages import AnyMessage, Message
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """Serialise one message."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview) -> AnyMessage:
+    """Parse one message.
+
+    Raises:
+        WireError: the bytes are not a known message of this protocol version.
+    """
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise WireError(f"undecodable message of {len(data)} bytes: {error}") from error

@@ -1,0 +1,36 @@
+"""Error classes that more than one package raises or catches."""
+
+from __future__ import annotations
+
+
+class AntiphonError(Exception):
+    """Base of every error this project raises on purpose. ``str(error)`` is one line for a user."""
+
+
+class ConfigError(AntiphonError):
+    """A configuration cannot be used; the message names the key and the value."""
+
+
+class CheckpointError(AntiphonError):
+    """A checkpoint cannot be loaded; the message names the file and the tensor."""
+
+
+class HandshakeError(AntiphonError):
+    """Two workers cannot exchange KV; the message carries both sides' values."""
+
+
+class TransferError(AntiphonError):
+    """A KV transfer failed; ``stage`` is one of handshake, reserve, post, transfer, notify."""
+
+    def __init__(self, stage: str, reason: str) -> None:
+        super().__init__(f"{stage}: {reason}")
+        self.stage = stage
+        self.reason = reason
+
+
+class WireError(AntiphonError):
+    """A message could not be decoded, or comes from another protocol version."""
+
+
+class IllegalTransition(AntiphonError):
+    """A request or page was moved between two states that have no edge between them."""

@@ -1,0 +1,76 @@
+"""Who is speaking: worker roles, epochs and the fingerprint that two KV peers must share."""
+
+from __future__ import annotations
+
+import secrets
+from enum import StrEnum
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+"""Version of every message in this package. History:
+
+1: first form.
+"""
+
+
+class Role(StrEnum):
+    """What a process of the deployment does."""
+
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+def new_epoch() -> int:
+    """A number that no earlier life of this process has used (63 random bits, never 0)."""
+    return secrets.randbits(63) | 1
+
+
+class KvFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything two workers must agree on before a KV byte may move between them.
+
+    ``layout`` names the order of a page's dimensions. Tensor parallelism is absent on purpose: it may
+    differ, the transfer plan re-slices heads.
+    """
+
+    protocol_version: int
+    model: str
+    revision: str
+    kv_dtype: str
+    page_size_tokens: int
+    full_layers: int
+    sliding_layers: int
+    kv_heads: int
+    head_dim: int
+    window_tokens: int
+    layout: str
+
+    def differences(self, other: KvFingerprint) -> list[str]:
+        """One line per field that differs, naming both values; empty when compatible."""
+        return [
+            f"{name}: {getattr(self, name)!r} here, {getattr(other, name)!r} at the peer"
+            for name in self.__struct_fields__
+            if getattr(self, name) != getattr(other, name)
+        ]
+
+
+class WorkerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to reach one life (epoch) of one worker."""
+
+    worker_id: str
+    role: Role
+    epoch: int
+    endpoint: str
+    """ZeroMQ endpoint of the worker's message server, e.g. ``tcp://10.0.0.7:41000``."""
+
+
+class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every worker of the deployment that is alive, as the supervisor last saw it."""
+
+    version: int
+    workers: tuple[WorkerAddress, ...]
+
+    def of_role(self, role: Role) -> tuple[WorkerAddress, ...]:
+        """The workers of one role, in a stable order."""
+        return tuple(w for w in self.workers if w.role is role)
