@@ -247,7 +247,7 @@ def moe(
         down: [E, H, I]; down_bias: [E, H].
 
     Returns:
-        [T, H] in x's dtype; the sum over k is taken in float32 in the order of k.
+        [T, H] in x's dtype; summed in float32 in the order of expert ids, so the result is deterministic.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in expert_ids.unique().tolist():
