@@ -1,0 +1,49 @@
+"""What a model's forward pass takes: the seam between an engine that plans and a model that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from antiphon.kernels.reference import PagedSequences
+from antiphon.model.config import GptOssConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The tokens of one step, sequence after sequence.
+
+    Attributes:
+        token_ids: [T] int64.
+        positions: [T] int64, position of each token in its sequence.
+        full, sliding: pages of the two groups of layers; same sequences, same order.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    full: PagedSequences
+    sliding: PagedSequences
+
+
+class KvLayers(Protocol):
+    """Per-layer views of a paged KV cache."""
+
+    def layer(self, index: int) -> Tensor:
+        """[N, G, 2, S, D] pages of model layer ``index`` (its own page group's memory)."""
+
+
+class LanguageModel(Protocol):
+    """A model on one rank."""
+
+    config: GptOssConfig
+
+    def forward(
+        self, batch: ForwardBatch, kv: KvLayers, after_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Write the batch's KV, return final-norm hidden states [T, H]. ``after_layer(i)`` follows layer i."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, H] -> [M, V] float32. A model loaded without its output projection raises RuntimeError."""
