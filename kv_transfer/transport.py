@@ -1,0 +1,128 @@
+"""The transport seam: registered memory, one-sided writes with a notification, and little else.
+
+``nixl_transport.py`` moves bytes between processes; ``in_process.py`` moves them inside one, and can lose,
+delay, repeat and corrupt on demand. Everything above this seam is the same code for both.
+
+A transport belongs to one thread: no method may be called from two threads at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.protocol.errors import TransferError
+
+WriteId = NewType("WriteId", int)
+"""Names one write of one transport from ``post_write`` until ``release``."""
+
+
+class WriteState(Enum):
+    """Where a posted write stands."""
+
+    IN_PROGRESS = "in progress"
+    DONE = "done"
+    """Every byte is at the destination and the notification was handed over."""
+    FAILED = "failed"
+    """The write ended without that; it will not touch the destination any more once released."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A span of registered memory. ``kind`` is ``DRAM`` or ``VRAM``, ``device`` the CUDA ordinal or 0."""
+
+    address: int
+    length_bytes: int
+    kind: str = "DRAM"
+    device: int = 0
+
+    @property
+    def end(self) -> int:
+        """First address after the span."""
+        return self.address + self.length_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Byte runs to copy from one local to one remote span of registered memory.
+
+    Attributes:
+        source, destination: the registered spans that every run must lie in.
+        runs: [N, 3] int64 rows of (offset in source, offset in destination, length), all in bytes.
+    """
+
+    source: Memory
+    destination: Memory
+    runs: NDArray[np.int64]
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the lengths."""
+        return int(self.runs[:, 2].sum())
+
+    def check(self) -> None:
+        """Refuse a run that is empty or leaves its span.
+
+        Raises:
+            TransferError: stage ``post``; names the run and the span.
+        """
+        if self.runs.ndim != 2 or self.runs.shape[1] != 3 or len(self.runs) == 0:
+            raise TransferError("post", f"expected [N, 3] runs, found shape {self.runs.shape}")
+        for name, column, span in (("source", 0, self.source), ("destination", 1, self.destination)):
+            offsets, lengths = self.runs[:, column], self.runs[:, 2]
+            bad = (offsets < 0) | (lengths <= 0) | (offsets + lengths > span.length_bytes)
+            if bad.any():
+                row = self.runs[int(bad.argmax())].tolist()
+                raise TransferError(
+                    "post", f"{name} of run {row} lies outside the {span.length_bytes} registered bytes"
+                )
+
+
+class Transport(Protocol):
+    """Moves bytes into a peer's registered memory. Errors are TransferError with the stage that failed."""
+
+    @property
+    def agent_name(self) -> str:
+        """Unique for one life of one rank of one worker."""
+
+    def register(self, memory: Sequence[Memory]) -> None:
+        """Make spans of local memory readable by own writes and writable by connected peers."""
+
+    def metadata(self) -> bytes:
+        """What a peer needs to connect; taken after ``register``."""
+
+    def connect(self, metadata: bytes) -> str:
+        """Accept a peer's metadata and return its agent name. Connecting twice is harmless."""
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer; its unfinished writes fail."""
+
+    def post_write(self, peer: str, copies: Sequence[Copies], notification: bytes) -> WriteId:
+        """Start writing; once every byte has landed the peer receives ``notification``.
+
+        The source must not change before the write has ended.
+        """
+
+    def state(self, write: WriteId) -> WriteState:
+        """Where a write stands; does not block."""
+
+    def release(self, write: WriteId) -> bool:
+        """Forget a write. False when it is still moving bytes and cannot be stopped: try again later."""
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        """Send a notification that belongs to no write."""
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """Take what has arrived as (sender's agent name, payload), oldest first per sender."""
+
+    def close(self) -> None:
+        """Deregister everything and disconnect from everyone."""
+
+
+TransportFactory = Callable[[str], Transport]
+"""Makes a transport from its agent name."""

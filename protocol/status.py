@@ -1,0 +1,34 @@
+"""What a worker says about itself to whoever supervises it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from antiphon.protocol.identity import Role
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A snapshot of one worker; cheap to take, safe from any thread."""
+
+    worker_id: str
+    role: Role
+    epoch: int
+    endpoint: str
+    ready: bool
+    """At least one KV peer has shaken hands and its probe pages arrived intact."""
+    detail: str
+    """Why not ready, or the last failure; empty when there is nothing to say."""
+    draining: bool
+    failed: str | None
+    """Set when the worker cannot go on (its engine raised); the supervisor replaces it."""
+    requests: int
+    """Requests this worker holds in any state."""
+    pages_held: int
+    """KV pages that requests hold, quarantined ones included; 0 when idle."""
+    pages_quarantined: int
+    """Pages of ended requests that a peer may still write; part of ``pages_held``."""
+    queued_prefill_tokens: int
+    kv_peers: tuple[str, ...]
+    """Workers whose handshake and probe succeeded."""
+    counters: dict[str, int]
+    """Totals since start: stale messages dropped, retries, resends, failures by stage, bytes moved."""
