@@ -114,6 +114,12 @@ class RouterConfig(Section):
     """Prefill attempts per request before it ends with an error."""
     slow_client_buffer_tokens: int = pydantic.Field(8192, ge=64)
     """Tokens held for a client that reads too slowly before it is cut off."""
+    sse_keep_alive_s: float = pydantic.Field(15.0, gt=0)
+    """A stream without an event for this long sends a comment line, so that no proxy closes it."""
+    worker_replacement_wait_s: float = pydantic.Field(120.0, ge=0)
+    """A request whose worker died waits this long for another one; a new request does not wait."""
+    drain_timeout_s: float = pydantic.Field(60.0, ge=0)
+    """A router that stops lets its open requests finish for this long."""
 
 
 class RayConfig(Section):

@@ -90,6 +90,13 @@ class LoadReport(Message, frozen=True):
     free_pages: int
     total_pages: int
     queued_prefill_tokens: int
+    draining: bool = False
+    """Finishes what it has and takes nothing new."""
+    kv_peers: dict[str, int] = {}
+    """Prefill only: decode workers (id -> epoch) whose test page arrived intact.
+
+    The router pairs a prefill worker with these alone; a deployment is ready once there is such a pair.
+    """
 
 
 # -------------------------------------------------------------------------------------- router -> decode

@@ -76,9 +76,9 @@ class OutputRegion(StrEnum):
 class ParserOutcome:
     """The end of an answer: what was still held back, and the totals.
 
-    ``deltas`` hold text that was waiting (a split code point, a header cut short). ``reasoning_tokens`` counts
-    tokens whose region was REASONING. ``repairs`` counts deviations from the format that were tolerated, by
-    kind.
+    ``deltas`` hold text that was waiting (a split code point, a header cut short). ``reasoning_tokens``
+    counts tokens whose region was REASONING. ``repairs`` counts deviations from the format that were
+    tolerated, by kind.
     """
 
     deltas: tuple[ChatDelta, ...]
@@ -153,6 +153,8 @@ class ChatFormatter(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, for any id below ``vocabulary_size``: a marker gives its name as text, an id
-        that the vocabulary does not use gives no bytes."""
+        """The bytes of one token, for any id below ``vocabulary_size``.
+
+        A marker gives its name as text; an id that the vocabulary does not use gives no bytes.
+        """
         ...
