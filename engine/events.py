@@ -87,7 +87,12 @@ class SequencePreempted:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinished:
-    """The one end of a request in this engine."""
+    """The one end of a request in this engine.
+
+    ``quarantined``: a transport may still touch pages of this attempt; they return to the pool only at
+    ``release_quarantined(request_id, attempt)``, which the owner calls at once when no writer was granted.
+    A PREFILL_ONLY request that was released ends with reason STOP.
+    """
 
     request_id: str
     attempt: int
@@ -97,6 +102,7 @@ class SequenceFinished:
     first_step_s: float
     decode_s: float
     preemptions: int
+    quarantined: bool = False
 
 
 EngineEvent = (
