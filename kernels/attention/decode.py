@@ -1,0 +1,340 @@
+"""Decode attention with sinks over paged KV, in Triton: one query token per sequence.
+
+Full layers split the keys of a sequence over several programs and the last one to finish merges the parts;
+sliding layers read at most ``window`` keys and need one program per sequence and kv head. The sink enters the
+online softmax as the starting maximum (weight 1 in the denominator) of the first split only, so it counts once
+for any number of splits.
+
+Measured facts behind the shape of these kernels: 16-row tiles with one warp per program and many programs win;
+the page-index load eats pipeline stages, so 5 stages mean two K/V buffers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from antiphon.kernels.reference import PagedSequences
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_pages(
+    query,
+    kv_base,
+    table_row,
+    first_page,
+    last_page,
+    m,
+    l,
+    acc,
+    page_stride,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Online softmax over whole pages [first_page, last_page); every key in them is visible."""
+    at = tl.arange(0, PAGE)[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    for i in tl.range(first_page, last_page, num_stages=STAGES):
+        page = tl.load(table_row + i).to(tl.int64)
+        key = tl.load(kv_base + page * page_stride + at)
+        value = tl.load(kv_base + page * page_stride + PAGE * DIM + at)
+        scores = tl.dot(query, tl.trans(key))
+        m_new = tl.maximum(m, tl.max(scores, 1))
+        p = tl.exp2(scores - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None] + tl.dot(p.to(value.dtype), value)
+        m = m_new
+    return m, l, acc
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_page_masked(
+    query,
+    kv_base,
+    table_row,
+    i,
+    first_key,
+    length,
+    m,
+    l,
+    acc,
+    page_stride,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """One page of which only the keys ``first_key <= k < length`` are visible (at least one is)."""
+    offset = tl.arange(0, PAGE)
+    position = i * PAGE + offset
+    visible = (position >= first_key) & (position < length)
+    at = offset[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    page = tl.load(table_row + i).to(tl.int64)
+    key = tl.load(kv_base + page * page_stride + at, mask=visible[:, None], other=0.0)
+    value = tl.load(kv_base + page * page_stride + PAGE * DIM + at, mask=visible[:, None], other=0.0)
+    scores = tl.where(visible[None, :], tl.dot(query, tl.trans(key)), float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    p = tl.exp2(scores - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    l = l * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None] + tl.dot(p.to(value.dtype), value)
+    return m_new, l, acc
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_query(q_ptr, b, g, sm_scale_log2, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
+    rows = tl.arange(0, 16)
+    at = (b * HEADS + g * GROUP + rows)[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    query = tl.load(q_ptr + at, mask=rows[:, None] < GROUP, other=0.0)
+    return (query.to(tl.float32) * sm_scale_log2).to(query.dtype), at, rows
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decode_full(
+    q_ptr,
+    kv_ptr,
+    table_ptr,
+    len_ptr,
+    sink_ptr,
+    out_ptr,
+    part_acc_ptr,
+    part_ml_ptr,
+    arrived_ptr,
+    page_stride,
+    table_stride,
+    sm_scale_log2,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    b = tl.program_id(0)
+    g = tl.program_id(1)
+    split = tl.program_id(2)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    length = tl.load(len_ptr + b)
+    query, at, rows = _load_query(q_ptr, b, g, sm_scale_log2, HEADS, GROUP, DIM)
+    sink = tl.load(sink_ptr + g * GROUP + rows, mask=rows < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+    pages = tl.cdiv(length, PAGE)
+    per_split = tl.cdiv(pages, SPLITS)
+    first = tl.minimum(split * per_split, pages)
+    last = tl.minimum(first + per_split, pages)
+    whole = tl.maximum(first, tl.minimum(last, length // PAGE))
+    has_sink = split == 0
+    m = tl.where(has_sink, sink, -1.0e30)
+    l = tl.where(has_sink, 1.0, 0.0) + tl.zeros([16], tl.float32)
+    acc = tl.zeros([16, DIM], tl.float32)
+    kv_base = kv_ptr + g * 2 * PAGE * DIM
+    table_row = table_ptr + b * table_stride
+    m, l, acc = _attend_pages(
+        query, kv_base, table_row, first, whole, m, l, acc, page_stride, PAGE, DIM, STAGES
+    )
+    if whole < last:
+        m, l, acc = _attend_page_masked(
+            query, kv_base, table_row, whole, 0, length, m, l, acc, page_stride, PAGE, DIM
+        )
+    mask = rows < GROUP
+    if SPLITS == 1:
+        tl.store(out_ptr + at, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=mask[:, None])
+    else:
+        kv_heads: tl.constexpr = HEADS // GROUP
+        unit = b * kv_heads + g
+        part = unit * SPLITS + split
+        dims = tl.arange(0, DIM)
+        part_at = (part * 16 + rows)[:, None] * DIM + dims[None, :]
+        tl.store(part_acc_ptr + part_at, acc)
+        tl.store(part_ml_ptr + part * 32 + rows, m)
+        tl.store(part_ml_ptr + part * 32 + 16 + rows, l)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived_ptr + unit, 1, sem="acq_rel", scope="gpu")
+        if before == SPLITS - 1:
+            tl.debug_barrier()
+            tl.store(arrived_ptr + unit, 0)
+            m = tl.full([16], -1.0e30, tl.float32)
+            l = tl.zeros([16], tl.float32)
+            acc = tl.zeros([16, DIM], tl.float32)
+            for s in tl.range(0, SPLITS, num_stages=4):
+                p = unit * SPLITS + s
+                m_part = tl.load(part_ml_ptr + p * 32 + rows, cache_modifier=".cg")
+                l_part = tl.load(part_ml_ptr + p * 32 + 16 + rows, cache_modifier=".cg")
+                a_part = tl.load(
+                    part_acc_ptr + (p * 16 + rows)[:, None] * DIM + dims[None, :], cache_modifier=".cg"
+                )
+                m_new = tl.maximum(m, m_part)
+                keep = tl.exp2(m - m_new)
+                take = tl.exp2(m_part - m_new)
+                l = l * keep + l_part * take
+                acc = acc * keep[:, None] + a_part * take[:, None]
+                m = m_new
+            tl.store(out_ptr + at, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=mask[:, None])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decode_sliding(
+    q_ptr,
+    kv_ptr,
+    table_ptr,
+    len_ptr,
+    sink_ptr,
+    out_ptr,
+    page_stride,
+    table_stride,
+    sm_scale_log2,
+    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    b = tl.program_id(0)
+    g = tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    length = tl.load(len_ptr + b)
+    query, at, rows = _load_query(q_ptr, b, g, sm_scale_log2, HEADS, GROUP, DIM)
+    sink = tl.load(sink_ptr + g * GROUP + rows, mask=rows < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+    first_key = tl.maximum(length - WINDOW, 0)
+    m = sink
+    l = tl.full([16], 1.0, tl.float32)
+    acc = tl.zeros([16, DIM], tl.float32)
+    kv_base = kv_ptr + g * 2 * PAGE * DIM
+    table_row = table_ptr + b * table_stride
+    first_page = first_key // PAGE
+    for j in tl.static_range(WINDOW // PAGE + 1):
+        if (first_page + j) * PAGE < length:
+            m, l, acc = _attend_page_masked(
+                query, kv_base, table_row, first_page + j, first_key, length, m, l, acc, page_stride, PAGE, DIM
+            )
+    tl.store(
+        out_ptr + at, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=(rows < GROUP)[:, None]
+    )
+
+
+class DecodeAttention:
+    """Decode attention for a fixed batch size, with its scratch memory; safe to capture in a CUDA graph.
+
+    Args:
+        batch_size: B, one query token per sequence.
+        query_heads, kv_heads: Q and G; Q / G must be at most 16.
+        splits: programs that share one sequence's keys in a full layer; None chooses from the batch size.
+        pdl: programmatic dependent launch (sm_90 and a launch chain that allows it).
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        splits: int | None = None,
+        pdl: bool = False,
+    ) -> None:
+        if query_heads % kv_heads or query_heads // kv_heads > 16:
+            raise ValueError(f"{query_heads} query heads do not share {kv_heads} kv heads in groups of <= 16")
+        self.batch_size = batch_size
+        self.query_heads, self.kv_heads, self.head_dim = query_heads, kv_heads, head_dim
+        self.splits = choose_splits(batch_size, kv_heads) if splits is None else splits
+        self.pdl = pdl
+        units = batch_size * kv_heads
+        self._acc = torch.empty(units * self.splits * 16 * head_dim, dtype=torch.float32, device=device)
+        self._ml = torch.empty(units * self.splits * 32, dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(units, dtype=torch.int32, device=device)
+
+    def full(
+        self, query: Tensor, kv_layer: Tensor, sequences: PagedSequences, sinks: Tensor, sm_scale: float, out: Tensor
+    ) -> Tensor:
+        """All keys. Shapes as in ``reference.paged_attention`` with T = B; writes and returns ``out``."""
+        self._check(query, kv_layer, sequences)
+        _decode_full[(self.batch_size, self.kv_heads, self.splits)](
+            query,
+            kv_layer,
+            sequences.block_table,
+            sequences.kv_len,
+            sinks,
+            out,
+            self._acc,
+            self._ml,
+            self._arrived,
+            kv_layer.stride(0),
+            sequences.block_table.stride(0),
+            sm_scale * LOG2E,
+            HEADS=self.query_heads,
+            GROUP=self.query_heads // self.kv_heads,
+            PAGE=kv_layer.shape[3],
+            DIM=self.head_dim,
+            SPLITS=self.splits,
+            STAGES=7 if self.splits == 1 else 5,
+            PDL=self.pdl,
+            num_warps=1,
+            **self._launch_options(),
+        )
+        return out
+
+    def sliding(
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        sequences: PagedSequences,
+        sinks: Tensor,
+        window: int,
+        sm_scale: float,
+        out: Tensor,
+    ) -> Tensor:
+        """The last ``window`` keys. Shapes as in ``reference.paged_attention``; writes and returns ``out``."""
+        self._check(query, kv_layer, sequences)
+        if window % kv_layer.shape[3]:
+            raise ValueError(f"window {window} is not a multiple of the page size {kv_layer.shape[3]}")
+        _decode_sliding[(self.batch_size, self.kv_heads)](
+            query,
+            kv_layer,
+            sequences.block_table,
+            sequences.kv_len,
+            sinks,
+            out,
+            kv_layer.stride(0),
+            sequences.block_table.stride(0),
+            sm_scale * LOG2E,
+            WINDOW=window,
+            HEADS=self.query_heads,
+            GROUP=self.query_heads // self.kv_heads,
+            PAGE=kv_layer.shape[3],
+            DIM=self.head_dim,
+            PDL=self.pdl,
+            num_warps=2,
+            **self._launch_options(),
+        )
+        return out
+
+    def _launch_options(self) -> dict[str, Any]:
+        return {"launch_pdl": True} if self.pdl else {}
+
+    def _check(self, query: Tensor, kv_layer: Tensor, sequences: PagedSequences) -> None:
+        expected = (self.batch_size, self.query_heads, self.head_dim)
+        if tuple(query.shape) != expected or not query.is_contiguous():
+            raise ValueError(f"query is {tuple(query.shape)}, expected contiguous {expected}")
+        pages = kv_layer.shape[1:]
+        if pages[0] != self.kv_heads or pages[1] != 2 or pages[3] != self.head_dim or not kv_layer[0].is_contiguous():
+            raise ValueError(f"kv_layer is {tuple(kv_layer.shape)}, expected [N, {self.kv_heads}, 2, S, {self.head_dim}]")
+        if sequences.kv_len.shape[0] != self.batch_size:
+            raise ValueError(f"{sequences.kv_len.shape[0]} sequences, expected {self.batch_size}")
+
+
+def choose_splits(batch_size: int, kv_heads: int) -> int:
+    """Splits of a full layer's keys: enough programs to fill 132 SMs, none once the batch does it alone."""
+    programs = batch_size * kv_heads
+    if programs >= 256:
+        return 1
+    return max(1, min(32, 320 // programs))

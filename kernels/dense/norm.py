@@ -1,0 +1,46 @@
+"""RMSNorm, alone or with the residual add in front, in Triton: one program per token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rms_norm(
+    x_ptr, delta_ptr, weight_ptr, out_ptr, eps, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+):
+    t = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < H
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + t * H + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(delta_ptr + t * H + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + t * H + column, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    tl.store(out_ptr + t * H + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """Fast twin of ``reference.rms_norm``. x [T, H] contiguous, weight [H]."""
+    out = torch.empty_like(x) if out is None else out
+    hidden = x.shape[1]
+    _rms_norm[(x.shape[0],)](
+        x, x, weight, out, eps, H=hidden, BLOCK=triton.next_power_of_2(hidden), ADD=False, num_warps=8
+    )
+    return out
+
+
+def add_rms_norm_(delta: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """``residual += delta`` in place, then the norm of it. All [T, H] contiguous; returns the normed tensor."""
+    out = torch.empty_like(residual) if out is None else out
+    hidden = residual.shape[1]
+    _rms_norm[(residual.shape[0],)](
+        residual, delta, weight, out, eps, H=hidden, BLOCK=triton.next_power_of_2(hidden), ADD=True, num_warps=8
+    )
+    return out

@@ -1,0 +1,141 @@
+"""Dense projections for at most 32 tokens on sm_90: CUDA kernels of our own (skinny.cu) behind torch tensors.
+
+Each call fuses what stands around the projection: the norm in front of QKV and of the unembedding, the bias,
+the rotation and the page write behind QKV, the residual add behind the output projection.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels.cuda_library import CudaLibrary, check_launch
+
+MAX_TOKENS = 32
+HIDDEN = 2880
+QUERY_WIDTH = 4096
+
+LIBRARY = CudaLibrary("skinny", (Path(__file__).with_name("skinny.cu"),))
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = LIBRARY.load()
+    pointer, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+    library.antiphon_qkv_rope.argtypes = [
+        *(pointer, pointer, pointer, pointer, real, number),
+        *(pointer, pointer, pointer, pointer, pointer, ctypes.c_int64),
+        *(number, number, number, number, pointer),
+    ]
+    library.antiphon_output_projection.argtypes = [
+        *(pointer, pointer, pointer, pointer, number, number, number, pointer)
+    ]
+    library.antiphon_logits.argtypes = [
+        *(pointer, pointer, pointer, real, pointer, number, number, number, pointer)
+    ]
+    return library
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+def _require(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected contiguous {shape} {dtype}"
+        )
+
+
+def qkv_rope(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor,
+    positions: Tensor,
+    slot: Tensor,
+    rotation: Tensor,
+    kv_layer: Tensor,
+    query: Tensor,
+    pdl: bool = False,
+) -> Tensor:
+    """RMSNorm, QKV projection with bias, YaRN rotation, and the write of k and v to their pages.
+
+    Args:
+        x: [T, 2880] bf16 residual stream, 1 <= T <= 32.
+        norm_weight: [2880] bf16. weight: [(Q + 2 G) * 64, 2880] bf16. bias: [(Q + 2 G) * 64] bf16.
+        positions, slot: [T] int64; a negative slot is not stored.
+        rotation: [positions, 32, 2] float32 from ``rope.rotation_table``.
+        kv_layer: [N, G, 2, S, 64] bf16 view with contiguous inner dimensions.
+        query: [T, Q, 64] bf16 output, returned.
+    """
+    tokens = x.shape[0]
+    kv_heads, page_size = kv_layer.shape[1], kv_layer.shape[3]
+    query_heads = query.shape[1]
+    rows = (query_heads + 2 * kv_heads) * 64
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise ValueError(f"{tokens} tokens, expected 1 to {MAX_TOKENS}")
+    _require(x, (tokens, HIDDEN), torch.bfloat16, "x")
+    _require(norm_weight, (HIDDEN,), torch.bfloat16, "norm_weight")
+    _require(weight, (rows, HIDDEN), torch.bfloat16, "weight")
+    _require(bias, (rows,), torch.bfloat16, "bias")
+    _require(positions, (tokens,), torch.int64, "positions")
+    _require(slot, (tokens,), torch.int64, "slot")
+    _require(query, (tokens, query_heads, 64), torch.bfloat16, "query")
+    if kv_layer.dtype != torch.bfloat16 or kv_layer.shape[4] != 64 or not kv_layer[0].is_contiguous():
+        raise ValueError(f"kv_layer is {tuple(kv_layer.shape)} {kv_layer.dtype}, expected [N, G, 2, S, 64] bf16")
+    status = _library().antiphon_qkv_rope(
+        *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), norm_weight.data_ptr(), eps, tokens),
+        *(positions.data_ptr(), slot.data_ptr(), rotation.data_ptr(), query.data_ptr(), kv_layer.data_ptr()),
+        *(kv_layer.stride(0), query_heads, kv_heads, page_size, int(pdl), _stream()),
+    )
+    check_launch(status, "qkv_rope")
+    return query
+
+
+def output_projection_(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, pdl: bool = False) -> Tensor:
+    """``residual += x @ weight.T + bias`` in place.
+
+    Args:
+        x: [T, 4096] bf16. weight: [H, 4096] bf16, H a multiple of 16. bias: [H] bf16. residual: [T, H] bf16.
+    """
+    tokens, rows = x.shape[0], weight.shape[0]
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise ValueError(f"{tokens} tokens, expected 1 to {MAX_TOKENS}")
+    if rows % 16:
+        raise ValueError(f"{rows} rows are not a multiple of 16")
+    _require(x, (tokens, QUERY_WIDTH), torch.bfloat16, "x")
+    _require(weight, (rows, QUERY_WIDTH), torch.bfloat16, "weight")
+    _require(bias, (rows,), torch.bfloat16, "bias")
+    _require(residual, (tokens, rows), torch.bfloat16, "residual")
+    status = _library().antiphon_output_projection(
+        *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), residual.data_ptr(), tokens, rows, int(pdl), _stream())
+    )
+    check_launch(status, "output_projection")
+    return residual
+
+
+def logits(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, out: Tensor, pdl: bool = False
+) -> Tensor:
+    """Final RMSNorm and unembedding. x: [T, 2880] bf16, weight: [V, 2880] bf16 -> out [T, V] float32."""
+    tokens, rows = x.shape[0], weight.shape[0]
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise ValueError(f"{tokens} tokens, expected 1 to {MAX_TOKENS}")
+    if rows % 16:
+        raise ValueError(f"{rows} rows are not a multiple of 16")
+    _require(x, (tokens, HIDDEN), torch.bfloat16, "x")
+    _require(norm_weight, (HIDDEN,), torch.bfloat16, "norm_weight")
+    _require(weight, (rows, HIDDEN), torch.bfloat16, "weight")
+    _require(out, (tokens, rows), torch.float32, "out")
+    status = _library().antiphon_logits(
+        *(x.data_ptr(), weight.data_ptr(), norm_weight.data_ptr(), eps, out.data_ptr(), tokens, rows),
+        *(int(pdl), _stream()),
+    )
+    check_launch(status, "logits")
+    return out
