@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from antiphon.configs.schema import DeploymentConfig
+from antiphon.engine.events import KvWritten, PagesReserved, PrefillStarted
 from antiphon.engine.loop import EngineLoop
 from antiphon.kv_transfer.transport import TransportFactory
 from antiphon.protocol.identity import Topology, WorkerAddress
 from antiphon.protocol.status import WorkerStatus
+
+EngineFactory = Callable[
+    [Callable[[PagesReserved | PrefillStarted], None], Callable[[KvWritten], None]], EngineLoop
+]
+"""Makes the engine from the two callbacks (``on_scheduled``, ``on_kv_written``) that the worker brings."""
 
 
 class DecodeWorker:
@@ -16,7 +24,7 @@ class DecodeWorker:
         self,
         worker_id: str,
         config: DeploymentConfig,
-        engine: EngineLoop,
+        engine_factory: EngineFactory,
         *,
         bind_host: str,
         cluster_token: str,
