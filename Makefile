@@ -1,0 +1,63 @@
+# Everything starts here: `make serve`, `make test`, `make check`, `make test-gpu`, `make bench`.
+# Each target sets itself up; Python 3.11 or newer and make are all that must be there.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+PY ?= $(VENV)/bin/python
+PORT ?=
+CONFIG ?= configs/local-cpu.yaml
+PYTEST_ARGS ?=
+
+# An environment is reused only while the pins, the package's metadata and its own place are the same.
+SETUP_ID := $(shell { cat requirements/lock.txt pyproject.toml; echo '$(abspath $(VENV))'; } | sha256sum | cut -c1-16)
+STAMP := $(VENV)/.installed-$(SETUP_ID)
+TINY := .cache/checkpoints/tiny
+
+.PHONY: help setup serve check test test-gpu bench lock clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## Make .venv with the pinned packages
+
+$(STAMP): requirements/lock.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "antiphon needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Set PYTHON=." >&2; exit 1; }
+	@rm -f $(VENV)/.installed-*
+	@$(VENV)/bin/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/lock.txt
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(TINY)/config.json: | $(STAMP)
+	$(VENV)/bin/antiphon checkpoint synthesize --like tiny $(TINY)
+
+serve: $(STAMP) $(TINY)/config.json ## Start everything on this machine (PORT=, CONFIG=)
+	@exec $(VENV)/bin/antiphon serve --config $(CONFIG) $(if $(PORT),--port $(PORT))
+
+check: $(STAMP) ## Lint, format, strict types and the layering of the folders
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q tests/test_layering.py
+
+test: $(STAMP) ## Every test that needs no GPU (PYTEST_ARGS= is passed on)
+	$(PY) -m pytest -m 'not gpu' $(PYTEST_ARGS)
+
+# PY=python3 uses an interpreter that already has a CUDA build of torch, as on a GPU image.
+test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## The tests that need an H200 (PY= picks the interpreter)
+	PYTHONPATH=src $(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+bench: $(STAMP) $(TINY)/config.json ## Measure the deployment on this machine
+	$(PY) -m antiphon.benchmarks.local_deployment --config $(CONFIG)
+
+lock: ## Write requirements/lock.txt from the present .venv
+	$(PY) requirements/write_lock.py > requirements/lock.txt.new
+	mv requirements/lock.txt.new requirements/lock.txt
+
+clean: ## Remove the environment, caches and the synthesized checkpoint
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

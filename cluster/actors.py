@@ -1,0 +1,97 @@
+"""What runs inside each placed process: plain classes that ``ray_cluster.py`` turns into actors.
+
+They are async so that status and topology are answered while a model loads or a queue drains; whatever blocks
+runs on a thread. Heavy imports stay inside methods: this module is imported by every process of a deployment,
+and a router must never load torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, ClassVar, NoReturn
+
+from antiphon.cluster.process import ProcessStatus
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.protocol.errors import AntiphonError
+from antiphon.protocol.identity import Role, Topology, WorkerAddress
+
+if TYPE_CHECKING:
+    from antiphon.decode_worker.worker import DecodeWorker
+    from antiphon.prefill_worker.worker import PrefillWorker
+    from antiphon.router.server import RouterServer
+
+
+class NotStarted(AntiphonError):
+    """A method that needs a started process was called before ``start``."""
+
+
+class WorkerActor:
+    """Hosts one worker of the role that a subclass names."""
+
+    ROLE: ClassVar[Role]
+
+    def __init__(self, worker_id: str, config_json: str, cluster_token: str) -> None:
+        self._worker_id = worker_id
+        self._config = DeploymentConfig.model_validate_json(config_json)
+        self._cluster_token = cluster_token
+        self._worker: PrefillWorker | DecodeWorker | None = None
+
+    async def wait_for_ever(self) -> NoReturn:
+        """Pending for as long as the process lives: its failure is how a death is noticed."""
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def start(self, topology: Topology) -> WorkerAddress:
+        """Load the model, build the engine and the worker, listen."""
+        return await asyncio.to_thread(self._start, topology)
+
+    async def set_topology(self, topology: Topology) -> None:
+        """Tell the worker who is alive."""
+        await asyncio.to_thread(self._started().set_topology, topology)
+
+    async def status(self) -> ProcessStatus:
+        """A snapshot; while the model loads, one that says so."""
+        if self._worker is None:
+            return ProcessStatus(self._worker_id, False, "loading the model", None, 0, 0)
+        seen = self._worker.status()
+        return ProcessStatus(
+            self._worker_id, seen.ready, seen.detail, seen.failed, seen.requests, seen.pages_held
+        )
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Finish what is held, take nothing new."""
+        return await asyncio.to_thread(self._started().drain, timeout_s)
+
+    async def stop(self) -> None:
+        """End the worker's threads and links."""
+        if self._worker is not None:
+            await asyncio.to_thread(self._worker.stop)
+
+    def _start(self, topology: Topology) -> WorkerAddress:
+        from antiphon.cluster.worker_assembly import assemble_worker
+
+        self._worker = assemble_worker(
+            self.ROLE,
+            self._worker_id,
+            self._config,
+            bind_host=_bind_host(self._config),
+            cluster_token=self._cluster_token,
+        )
+        return self._worker.start(topology)
+
+    def _started(self) -> PrefillWorker | DecodeWorker:
+        if self._worker is None:
+            raise NotStarted(f"{self._worker_id} was not started")
+        return self._worker
+
+
+class PrefillActor(WorkerActor):
+    """Hosts one prefill worker."""
+
+    ROLE = Role.PREFILL
+
+
+class DecodeActor(WorkerActor):
+    """Hosts one decode worker."""
+
+    ROLE = Role.DECODE

@@ -1,0 +1,134 @@
+"""The ``antiphon`` command. Each subcommand imports what it needs when it runs, so that starting is quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from antiphon import __version__
+from antiphon.protocol.errors import AntiphonError
+
+app = typer.Typer(
+    name="antiphon",
+    help="Serve GPT-OSS with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+checkpoint_app = typer.Typer(help="Look at and make checkpoints.", no_args_is_help=True)
+config_app = typer.Typer(help="Check and show deployment files.", no_args_is_help=True)
+harmony_app = typer.Typer(help="Render and parse the Harmony format.", no_args_is_help=True)
+app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(config_app, name="config")
+app.add_typer(harmony_app, name="harmony")
+
+
+def main() -> None:
+    """Entry point: an error made for users is one line on stderr and exit status 1."""
+    try:
+        app()
+    except AntiphonError as error:
+        print(f"antiphon: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:  # the reader of our output left, as in `antiphon ... | head`
+        sys.stderr.close()
+        sys.exit(1)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Checkpoint folder or Hugging Face id; overrides model.path.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Deployment file; a small one for this machine when absent.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Overrides router.port; 0 picks a free one.")] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that requests get to finish after the first signal.")
+    ] = 5.0,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log of every process.")] = False,
+) -> None:
+    """Start a whole deployment and run it until Ctrl-C."""
+    from antiphon.cluster.cli_serve import serve as run
+
+    run(model, config, port, drain_timeout_s=drain_timeout, verbose=verbose)
+
+
+@app.command()
+def chat(
+    prompt: Annotated[
+        str | None, typer.Argument(help="One question; without it a prompt that keeps the conversation.")
+    ] = None,
+    url: Annotated[
+        str, typer.Option(envvar="ANTIPHON_URL", help="Where the router listens.")
+    ] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(envvar="ANTIPHON_API_KEY", help="Sent as a bearer.")] = None,
+    model: Annotated[str | None, typer.Option(help="The served one when absent.")] = None,
+    effort: Annotated[str | None, typer.Option(help="Reasoning effort: low, medium or high.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
+) -> None:
+    """Talk to a running deployment: reasoning dimmed, the answer plain."""
+    from antiphon.cluster.cli_chat import ChatClient, ChatOptions, converse
+
+    options = ChatOptions(model=model, effort=effort, max_tokens=max_tokens, temperature=temperature)
+    with ChatClient(url, api_key, options) as client:
+        converse(client, prompt)
+
+
+@checkpoint_app.command("inspect")
+def checkpoint_inspect(
+    directory: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+) -> None:
+    """Print a checkpoint's layout, sizes and problems; exit status 1 when there is a problem."""
+    from antiphon.cluster.cli_checkpoint import inspect
+
+    inspect(directory)
+
+
+@checkpoint_app.command("synthesize")
+def checkpoint_synthesize(
+    directory: Annotated[Path, typer.Argument(help="Folder to write; must be empty or absent.")],
+    like: Annotated[str, typer.Option(help="tiny, gpt-oss-20b or gpt-oss-120b.")] = "tiny",
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+) -> None:
+    """Write a random checkpoint of a given shape, in the Hugging Face layout."""
+    from antiphon.cluster.cli_checkpoint import synthesize
+
+    synthesize(directory, like, seed)
+
+
+@config_app.command("check")
+def config_check(file: Annotated[Path, typer.Argument(help="A deployment file.")]) -> None:
+    """Say whether a deployment file can be used; names the key and the value when not."""
+    from antiphon.cluster.process_plan import plan_processes
+    from antiphon.configs.schema import load_deployment
+
+    processes = plan_processes(load_deployment(file))
+    print(f"{file}: ok, {len(processes)} processes: {', '.join(p.worker_id for p in processes)}")
+
+
+@config_app.command("show")
+def config_show(
+    file: Annotated[
+        Path | None, typer.Argument(help="A deployment file; the default one when absent.")
+    ] = None,
+) -> None:
+    """Print a deployment file with every default filled in."""
+    from antiphon.cluster.cli_serve import show_config
+
+    show_config(file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""One deployment from start to end: cluster, supervisor, readiness, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+
+import httpx
+
+from antiphon.cluster.process_plan import plan_processes
+from antiphon.cluster.ray_cluster import RayCluster
+from antiphon.cluster.supervisor import Supervisor
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.protocol.errors import ConfigError
+from antiphon.protocol.identity import Role
+
+READY_POLL_S = 0.05
+
+
+class Deployment:
+    """A running deployment. ``supervisor`` knows every process; ``urls`` are where the routers listen."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.supervisor = supervisor
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Base URL of each router that runs, e.g. ``http://127.0.0.1:8000``."""
+        return tuple(
+            m.address.endpoint
+            for m in self.supervisor.members
+            if m.spec.role is Role.ROUTER and m.address is not None
+        )
+
+    async def wait_ready(self) -> None:
+        """Return once every router answers ``/ready`` with 200: a test page has moved between workers.
+
+        Raises:
+            AntiphonError: the supervisor gave up.
+        """
+        gave_up = asyncio.ensure_future(self.supervisor.failure())
+        ready = asyncio.ensure_future(self._poll_ready())
+        try:
+            await asyncio.wait({gave_up, ready}, return_when=asyncio.FIRST_COMPLETED)
+            (gave_up if gave_up.done() else ready).result()
+        finally:
+            gave_up.cancel()
+            ready.cancel()
+
+    async def _poll_ready(self) -> None:
+        async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+            while not self.urls or not all([await _answers_ready(client, url) for url in self.urls]):
+                await asyncio.sleep(READY_POLL_S)
+
+
+@contextlib.asynccontextmanager
+async def deploy(
+    config: DeploymentConfig,
+    *,
+    drain_timeout_s: float = 5.0,
+    forward_logs: bool = False,
+    stop: asyncio.Event | None = None,
+) -> AsyncIterator[Deployment]:
+    """Start every process of ``config``; yields once all run, and ends them all on the way out.
+
+    ``stop`` cuts the start short: what is yielded then may lack processes.
+
+    Raises:
+        ConfigError: the configuration cannot be placed.
+        StartFailed: a process could not start; the message names it and the reason.
+    """
+    specs = plan_processes(config)
+    _check_port_is_free(config)
+    with RayCluster(config, specs, forward_logs=forward_logs) as cluster:
+        supervisor = Supervisor(
+            specs, cluster, lease_s=config.transfer.lease_s, heartbeat_s=config.transfer.heartbeat_s
+        )
+        try:
+            await _unless_stopped(stop or asyncio.Event(), supervisor.start())
+            yield Deployment(supervisor)
+        finally:
+            await supervisor.stop(drain_timeout_s)
+
+
+async def serve_until_stopped(
+    config: DeploymentConfig,
+    *,
+    drain_timeout_s: float,
+    forward_logs: bool,
+    on_ready: Callable[[Deployment], None],
+) -> None:
+    """Run a deployment until SIGINT or SIGTERM, which drain it; a second one cuts the draining short.
+
+    Raises:
+        AntiphonError: it could not start, or cannot go on.
+    """
+    stop = asyncio.Event()
+
+    async def run() -> None:
+        async with deploy(
+            config, drain_timeout_s=drain_timeout_s, forward_logs=forward_logs, stop=stop
+        ) as deployment:
+            await _unless_stopped(stop, deployment.wait_ready())
+            if not stop.is_set():
+                on_ready(deployment)
+                await _unless_stopped(stop, deployment.supervisor.failure())
+
+    running = asyncio.create_task(run())
+
+    def on_signal() -> None:
+        if stop.is_set():
+            running.cancel()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await running
+    except asyncio.CancelledError:
+        if not stop.is_set():  # somebody other than our own second signal cancelled us
+            raise
+
+
+async def _unless_stopped(stop: asyncio.Event, work: Coroutine[None, None, None]) -> None:
+    """Wait for ``work`` or for ``stop``, whichever comes first; an error of ``work`` is raised."""
+    waiting, working = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({waiting, working}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        waiting.cancel()
+        working.cancel()
+
+
+async def _answers_ready(client: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await client.get(f"{url}/ready")).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False  # its server is not listening yet, or just restarted
+
+
+def _check_port_is_free(config: DeploymentConfig) -> None:
+    """Fail before anything starts when another program holds the port of a local deployment."""
+    host, port = config.router.host, config.router.port
+    if port == 0 or config.ray.address is not None:
+        return
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"router.host: {host}: {error.strerror}") from error
+    with socket.socket(family, kind, number) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ConfigError(f"router.port: cannot listen on {host}:{port}: {error.strerror}") from error

@@ -1,0 +1,33 @@
+"""Print requirements/lock.txt: every package of the running environment at its version."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+HEADER = """\
+# Every package of a development environment, pinned. `make lock` writes this file from the present one.
+# torch 2.13.0 names its own triton exactly, in the builds that carry CUDA; the CPU build takes any."""
+
+PINNED = {"triton": "3.7.1"}
+"""Versions that other builds of a pinned package ask for, whatever is installed here."""
+
+
+def main() -> int:
+    """Write the lock to standard output."""
+    freeze = [sys.executable, "-m", "pip", "freeze", "--all", "--exclude-editable"]
+    listed = subprocess.run(freeze, check=True, capture_output=True, text=True).stdout
+    lines = [HEADER]
+    for line in listed.splitlines():
+        name, separator, version = line.partition("==")
+        if not separator or name == "pip":
+            continue
+        version = PINNED.get(name, re.sub(r"\+.*", "", version))  # a local build's tag is not a release
+        lines.append(f"{name}=={version}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
