@@ -75,7 +75,8 @@ class CudaLibrary:
                 return ctypes.CDLL(str(path))
         places = ", ".join(str(folder) for folder in library_folders())
         raise KernelLibraryError(
-            f"kernel library {self.file_name} is not in {places}: run `antiphon kernels build` on a machine with nvcc"
+            f"kernel library {self.file_name} is not in {places}: "
+            "run `antiphon kernels build` on a machine with nvcc"
         )
 
     def build(self) -> Path:
@@ -97,7 +98,9 @@ class CudaLibrary:
             command = [nvcc, *NVCC_OPTIONS, *self.options, *map(str, self.sources), "-o", str(built)]
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             if result.returncode != 0:
-                lines = [line for line in result.stderr.splitlines() if "error" in line] or [result.stderr.strip()]
+                lines = [line for line in result.stderr.splitlines() if "error" in line] or [
+                    result.stderr.strip()
+                ]
                 raise KernelLibraryError(f"building {self.name} failed: {lines[0]}")
             built.rename(target)
         return target

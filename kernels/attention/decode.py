@@ -1,12 +1,12 @@
 """Decode attention with sinks over paged KV, in Triton: one query token per sequence.
 
 Full layers split the keys of a sequence over several programs and the last one to finish merges the parts;
-sliding layers read at most ``window`` keys and need one program per sequence and kv head. The sink enters the
-online softmax as the starting maximum (weight 1 in the denominator) of the first split only, so it counts once
-for any number of splits.
+sliding layers read at most ``window`` keys and need one program per sequence and kv head. The sink enters
+the online softmax as the starting maximum (weight 1 in the denominator) of the first split only, so it
+counts once for any number of splits.
 
-Measured facts behind the shape of these kernels: 16-row tiles with one warp per program and many programs win;
-the page-index load eats pipeline stages, so 5 stages mean two K/V buffers.
+Measured facts behind the shape of these kernels: 16-row tiles with one warp per program and many programs
+win; the page-index load eats pipeline stages, so 5 stages mean two K/V buffers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from antiphon.kernels.reference import PagedSequences
 LOG2E = 1.4426950408889634
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _attend_pages(
     query,
     kv_base,
@@ -31,7 +31,7 @@ def _attend_pages(
     first_page,
     last_page,
     m,
-    l,
+    total,
     acc,
     page_stride,
     PAGE: tl.constexpr,
@@ -48,13 +48,13 @@ def _attend_pages(
         m_new = tl.maximum(m, tl.max(scores, 1))
         p = tl.exp2(scores - m_new[:, None])
         alpha = tl.exp2(m - m_new)
-        l = l * alpha + tl.sum(p, 1)
+        total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None] + tl.dot(p.to(value.dtype), value)
         m = m_new
-    return m, l, acc
+    return m, total, acc
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _attend_page_masked(
     query,
     kv_base,
@@ -63,7 +63,7 @@ def _attend_page_masked(
     first_key,
     length,
     m,
-    l,
+    total,
     acc,
     page_stride,
     PAGE: tl.constexpr,
@@ -81,12 +81,12 @@ def _attend_page_masked(
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
     alpha = tl.exp2(m - m_new)
-    l = l * alpha + tl.sum(p, 1)
+    total = total * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None] + tl.dot(p.to(value.dtype), value)
-    return m_new, l, acc
+    return m_new, total, acc
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _load_query(q_ptr, b, g, sm_scale_log2, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
     rows = tl.arange(0, 16)
     at = (b * HEADS + g * GROUP + rows)[:, None] * DIM + tl.arange(0, DIM)[None, :]
@@ -94,7 +94,7 @@ def _load_query(q_ptr, b, g, sm_scale_log2, HEADS: tl.constexpr, GROUP: tl.const
     return (query.to(tl.float32) * sm_scale_log2).to(query.dtype), at, rows
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _decode_full(
     q_ptr,
     kv_ptr,
@@ -124,7 +124,9 @@ def _decode_full(
         tl.extra.cuda.gdc_launch_dependents()
     length = tl.load(len_ptr + b)
     query, at, rows = _load_query(q_ptr, b, g, sm_scale_log2, HEADS, GROUP, DIM)
-    sink = tl.load(sink_ptr + g * GROUP + rows, mask=rows < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+    sink = (
+        tl.load(sink_ptr + g * GROUP + rows, mask=rows < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+    )
     pages = tl.cdiv(length, PAGE)
     per_split = tl.cdiv(pages, SPLITS)
     first = tl.minimum(split * per_split, pages)
@@ -132,20 +134,20 @@ def _decode_full(
     whole = tl.maximum(first, tl.minimum(last, length // PAGE))
     has_sink = split == 0
     m = tl.where(has_sink, sink, -1.0e30)
-    l = tl.where(has_sink, 1.0, 0.0) + tl.zeros([16], tl.float32)
+    total = tl.where(has_sink, 1.0, 0.0) + tl.zeros([16], tl.float32)
     acc = tl.zeros([16, DIM], tl.float32)
     kv_base = kv_ptr + g * 2 * PAGE * DIM
     table_row = table_ptr + b * table_stride
-    m, l, acc = _attend_pages(
-        query, kv_base, table_row, first, whole, m, l, acc, page_stride, PAGE, DIM, STAGES
+    m, total, acc = _attend_pages(
+        query, kv_base, table_row, first, whole, m, total, acc, page_stride, PAGE, DIM, STAGES
     )
     if whole < last:
-        m, l, acc = _attend_page_masked(
-            query, kv_base, table_row, whole, 0, length, m, l, acc, page_stride, PAGE, DIM
+        m, total, acc = _attend_page_masked(
+            query, kv_base, table_row, whole, 0, length, m, total, acc, page_stride, PAGE, DIM
         )
     mask = rows < GROUP
     if SPLITS == 1:
-        tl.store(out_ptr + at, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=mask[:, None])
+        tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask[:, None])
     else:
         kv_heads: tl.constexpr = HEADS // GROUP
         unit = b * kv_heads + g
@@ -154,14 +156,14 @@ def _decode_full(
         part_at = (part * 16 + rows)[:, None] * DIM + dims[None, :]
         tl.store(part_acc_ptr + part_at, acc)
         tl.store(part_ml_ptr + part * 32 + rows, m)
-        tl.store(part_ml_ptr + part * 32 + 16 + rows, l)
+        tl.store(part_ml_ptr + part * 32 + 16 + rows, total)
         tl.debug_barrier()
         before = tl.atomic_add(arrived_ptr + unit, 1, sem="acq_rel", scope="gpu")
         if before == SPLITS - 1:
             tl.debug_barrier()
             tl.store(arrived_ptr + unit, 0)
             m = tl.full([16], -1.0e30, tl.float32)
-            l = tl.zeros([16], tl.float32)
+            total = tl.zeros([16], tl.float32)
             acc = tl.zeros([16, DIM], tl.float32)
             for s in tl.range(0, SPLITS, num_stages=4):
                 p = unit * SPLITS + s
@@ -173,13 +175,13 @@ def _decode_full(
                 m_new = tl.maximum(m, m_part)
                 keep = tl.exp2(m - m_new)
                 take = tl.exp2(m_part - m_new)
-                l = l * keep + l_part * take
+                total = total * keep + l_part * take
                 acc = acc * keep[:, None] + a_part * take[:, None]
                 m = m_new
-            tl.store(out_ptr + at, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=mask[:, None])
+            tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask[:, None])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _decode_sliding(
     q_ptr,
     kv_ptr,
@@ -204,22 +206,33 @@ def _decode_sliding(
         tl.extra.cuda.gdc_launch_dependents()
     length = tl.load(len_ptr + b)
     query, at, rows = _load_query(q_ptr, b, g, sm_scale_log2, HEADS, GROUP, DIM)
-    sink = tl.load(sink_ptr + g * GROUP + rows, mask=rows < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+    sink = (
+        tl.load(sink_ptr + g * GROUP + rows, mask=rows < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+    )
     first_key = tl.maximum(length - WINDOW, 0)
     m = sink
-    l = tl.full([16], 1.0, tl.float32)
+    total = tl.full([16], 1.0, tl.float32)
     acc = tl.zeros([16, DIM], tl.float32)
     kv_base = kv_ptr + g * 2 * PAGE * DIM
     table_row = table_ptr + b * table_stride
     first_page = first_key // PAGE
     for j in tl.static_range(WINDOW // PAGE + 1):
         if (first_page + j) * PAGE < length:
-            m, l, acc = _attend_page_masked(
-                query, kv_base, table_row, first_page + j, first_key, length, m, l, acc, page_stride, PAGE, DIM
+            m, total, acc = _attend_page_masked(
+                query,
+                kv_base,
+                table_row,
+                first_page + j,
+                first_key,
+                length,
+                m,
+                total,
+                acc,
+                page_stride,
+                PAGE,
+                DIM,
             )
-    tl.store(
-        out_ptr + at, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=(rows < GROUP)[:, None]
-    )
+    tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(rows < GROUP)[:, None])
 
 
 class DecodeAttention:
@@ -254,7 +267,13 @@ class DecodeAttention:
         self._arrived = torch.zeros(units, dtype=torch.int32, device=device)
 
     def full(
-        self, query: Tensor, kv_layer: Tensor, sequences: PagedSequences, sinks: Tensor, sm_scale: float, out: Tensor
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        sequences: PagedSequences,
+        sinks: Tensor,
+        sm_scale: float,
+        out: Tensor,
     ) -> Tensor:
         """All keys. Shapes as in ``reference.paged_attention`` with T = B; writes and returns ``out``."""
         self._check(query, kv_layer, sequences)
@@ -293,7 +312,7 @@ class DecodeAttention:
         sm_scale: float,
         out: Tensor,
     ) -> Tensor:
-        """The last ``window`` keys. Shapes as in ``reference.paged_attention``; writes and returns ``out``."""
+        """The last ``window`` keys. Shapes as in ``reference.paged_attention``; fills and returns ``out``."""
         self._check(query, kv_layer, sequences)
         if window % kv_layer.shape[3]:
             raise ValueError(f"window {window} is not a multiple of the page size {kv_layer.shape[3]}")
@@ -326,8 +345,15 @@ class DecodeAttention:
         if tuple(query.shape) != expected or not query.is_contiguous():
             raise ValueError(f"query is {tuple(query.shape)}, expected contiguous {expected}")
         pages = kv_layer.shape[1:]
-        if pages[0] != self.kv_heads or pages[1] != 2 or pages[3] != self.head_dim or not kv_layer[0].is_contiguous():
-            raise ValueError(f"kv_layer is {tuple(kv_layer.shape)}, expected [N, {self.kv_heads}, 2, S, {self.head_dim}]")
+        if (
+            pages[0] != self.kv_heads
+            or pages[1] != 2
+            or pages[3] != self.head_dim
+            or not kv_layer[0].is_contiguous()
+        ):
+            raise ValueError(
+                f"kv_layer is {tuple(kv_layer.shape)}, expected [N, {self.kv_heads}, 2, S, {self.head_dim}]"
+            )
         if sequences.kv_len.shape[0] != self.batch_size:
             raise ValueError(f"{sequences.kv_len.shape[0]} sequences, expected {self.batch_size}")
 

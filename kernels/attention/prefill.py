@@ -1,8 +1,9 @@
 """Prefill attention with sinks over paged KV, in Triton: many query tokens per sequence.
 
-One program owns ``BLOCK_TOKENS`` query tokens of one kv head: the Q / G query heads of that kv head are packed
-into the rows of the tile, so that keys are read once for all of them. Keys come page by page; a sliding layer
-starts at the first page its window can see. The heaviest tiles (the last tokens) are launched first.
+One program owns ``BLOCK_TOKENS`` query tokens of one kv head: the Q / G query heads of that kv head are
+packed into the rows of the tile, so that keys are read once for all of them. Keys come page by page; a
+sliding layer starts at the first page its window can see. The heaviest tiles (the last tokens) are launched
+first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from antiphon.kernels.reference import PagedSequences
 LOG2E = 1.4426950408889634
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _prefill(
     q_ptr,
     kv_ptr,
@@ -56,7 +57,7 @@ def _prefill(
     query = (query.to(tl.float32) * sm_scale_log2).to(query.dtype)
     position = length - count + token
     m = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
-    l = tl.full([rows], 1.0, tl.float32)
+    total = tl.full([rows], 1.0, tl.float32)
     acc = tl.zeros([rows, DIM], tl.float32)
 
     first_position = length - count + block * BLOCK_TOKENS
@@ -84,7 +85,7 @@ def _prefill(
             m_new = tl.maximum(m, tl.max(scores, 1))
             p = tl.exp2(scores - m_new[:, None])
             alpha = tl.exp2(m - m_new)
-            l = l * alpha + tl.sum(p, 1)
+            total = total * alpha + tl.sum(p, 1)
             acc = acc * alpha[:, None]
             acc = tl.dot(p.to(value.dtype), value, acc)
             m = m_new
@@ -101,11 +102,11 @@ def _prefill(
         m_new = tl.maximum(m, tl.max(scores, 1))
         p = tl.exp2(scores - m_new[:, None])
         alpha = tl.exp2(m - m_new)
-        l = l * alpha + tl.sum(p, 1)
+        total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(value.dtype), value, acc)
         m = m_new
-    tl.store(out_ptr + at, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
+    tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
 def prefill_attention(
@@ -124,7 +125,7 @@ def prefill_attention(
     Args:
         query: [T, Q, D] contiguous.
         kv_layer: [N, G, 2, S, D] view; the last four dimensions contiguous.
-        max_query_tokens: upper bound of a sequence's query tokens in this batch (host integer, sizes the grid).
+        max_query_tokens: upper bound of a sequence's query tokens in this batch; sizes the grid.
         block_tokens: query tokens per program; times Q / G it must be at least 16 rows.
 
     Returns:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _rms_norm(
     x_ptr, delta_ptr, weight_ptr, out_ptr, eps, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
 ):
@@ -36,11 +36,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     return out
 
 
-def add_rms_norm_(delta: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """``residual += delta`` in place, then the norm of it. All [T, H] contiguous; returns the normed tensor."""
+def add_rms_norm_(
+    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """``residual += delta`` in place, then its norm, which is returned. All [T, H] contiguous."""
     out = torch.empty_like(residual) if out is None else out
     hidden = residual.shape[1]
     _rms_norm[(residual.shape[0],)](
-        residual, delta, weight, out, eps, H=hidden, BLOCK=triton.next_power_of_2(hidden), ADD=True, num_warps=8
+        residual,
+        delta,
+        weight,
+        out,
+        eps,
+        H=hidden,
+        BLOCK=triton.next_power_of_2(hidden),
+        ADD=True,
+        num_warps=8,
     )
     return out

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, and the write of keys and values to their pages, in one pass (Triton)."""
+"""Rotation of queries and keys, and the write of keys and values to their pages, in one pass (Triton)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def rotation_table(inv_freq: Tensor, concentration: float, positions: int) -> Te
     return (torch.stack((angle.cos(), angle.sin()), dim=-1) * concentration).float().contiguous()
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _rope_and_write(
     qkv_ptr,
     position_ptr,
@@ -59,7 +59,13 @@ def _rope_and_write(
 
 
 def rope_and_write(
-    qkv: Tensor, positions: Tensor, slot: Tensor, rotation: Tensor, kv_layer: Tensor, query_heads: int, query: Tensor
+    qkv: Tensor,
+    positions: Tensor,
+    slot: Tensor,
+    rotation: Tensor,
+    kv_layer: Tensor,
+    query_heads: int,
+    query: Tensor,
 ) -> Tensor:
     """Rotate q and k, write k and v to their pages, return the rotated queries.
 

@@ -88,7 +88,9 @@ def qkv_rope(
     _require(slot, (tokens,), torch.int64, "slot")
     _require(query, (tokens, query_heads, 64), torch.bfloat16, "query")
     if kv_layer.dtype != torch.bfloat16 or kv_layer.shape[4] != 64 or not kv_layer[0].is_contiguous():
-        raise ValueError(f"kv_layer is {tuple(kv_layer.shape)} {kv_layer.dtype}, expected [N, G, 2, S, 64] bf16")
+        raise ValueError(
+            f"kv_layer is {tuple(kv_layer.shape)} {kv_layer.dtype}, expected [N, G, 2, S, 64] bf16"
+        )
     status = _library().antiphon_qkv_rope(
         *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), norm_weight.data_ptr(), eps, tokens),
         *(positions.data_ptr(), slot.data_ptr(), rotation.data_ptr(), query.data_ptr(), kv_layer.data_ptr()),
@@ -98,7 +100,9 @@ def qkv_rope(
     return query
 
 
-def output_projection_(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, pdl: bool = False) -> Tensor:
+def output_projection_(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, pdl: bool = False
+) -> Tensor:
     """``residual += x @ weight.T + bias`` in place.
 
     Args:
@@ -114,7 +118,16 @@ def output_projection_(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor
     _require(bias, (rows,), torch.bfloat16, "bias")
     _require(residual, (tokens, rows), torch.bfloat16, "residual")
     status = _library().antiphon_output_projection(
-        *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), residual.data_ptr(), tokens, rows, int(pdl), _stream())
+        *(
+            x.data_ptr(),
+            weight.data_ptr(),
+            bias.data_ptr(),
+            residual.data_ptr(),
+            tokens,
+            rows,
+            int(pdl),
+            _stream(),
+        )
     )
     check_launch(status, "output_projection")
     return residual
