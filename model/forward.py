@@ -43,7 +43,7 @@ class LanguageModel(Protocol):
     def forward(
         self, batch: ForwardBatch, kv: KvLayers, after_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        """Write the batch's KV, return final-norm hidden states [T, H]. ``after_layer(i)`` follows layer i."""
+        """Write the batch's KV, return final-norm hidden states [T, H]; ``after_layer(i)`` runs after it."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, H] -> [M, V] float32. A model loaded without its output projection raises RuntimeError."""

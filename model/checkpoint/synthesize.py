@@ -1,0 +1,120 @@
+"""Random checkpoints with activations of a sane size, on disk or straight into a device's memory.
+
+How the sizes are kept sane: embeddings and norms have unit rms; every projection has the gain below over the
+square root of its inputs; so each block adds about half an rms to a residual stream that starts at one, and
+36 layers end near 4. Logits have a standard deviation of about 3, far enough apart for greedy decoding to be
+stable and close enough for sampling to mean something. Gates and ups reach their clamps now and then, and
+sinks take a visible share of every softmax, so that leaving either out is seen.
+
+Routing is near uniform: router rows are independent, biases are tiny, and the experts' outputs are centred
+over tokens (each row of the down projection has mean zero in expectation), so no expert is favoured by a
+direction that all tokens share. Tokens drawn uniformly from the vocabulary then load experts almost evenly;
+repeated tokens do not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels.reference import FP4_VALUES
+from antiphon.model.checkpoint.layout import Layout, ParameterSpec, TensorKind, parameter_specs
+from antiphon.model.checkpoint.write import MAX_SHARD_BYTES, write_checkpoint
+from antiphon.model.config import GptOssConfig, preset
+
+_BIAS_STD = 0.1
+_ROUTER_BIAS_STD = 0.01
+_NORM_STD = 0.1
+_SINK_MEAN, _SINK_STD = 2.0, 1.0
+_LOGIT_STD = 3.0
+_GATE_UP_GAIN = 2.0
+_DOWN_GAIN = 0.3
+_FP4_RMS = math.sqrt(sum(value * value for value in FP4_VALUES) / len(FP4_VALUES))
+_SCALE_SPREAD_RMS = math.sqrt((0.25 + 1.0 + 4.0) / 3)  # exponents of -1, 0 and +1, equally often
+
+
+def synthesize(
+    directory: Path,
+    like: str = "tiny",
+    seed: int = 0,
+    layout: Layout = Layout.HUGGING_FACE,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> GptOssConfig:
+    """Write a random checkpoint of a known shape; the same seed gives the same bytes in either layout.
+
+    Args:
+        directory: created if absent; must not hold a checkpoint.
+        like: ``tiny`` (about 110 MB), ``gpt-oss-20b`` (13.8 GB) or ``gpt-oss-120b`` (65.2 GB).
+        seed: of all randomness.
+        layout: whose names and files to write.
+        max_shard_bytes: largest file.
+
+    Returns:
+        the shape that was written.
+
+    Raises:
+        ConfigError: no shape of that name.
+        CheckpointError: the folder holds a checkpoint already.
+    """
+    config = preset(like)
+    write_checkpoint(directory, config, synthesize_parameters(config, seed), layout, max_shard_bytes)
+    return config
+
+
+def synthesize_parameters(
+    config: GptOssConfig, seed: int = 0, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """Random parameters made on ``device``, one at a time, in the order of the model.
+
+    Each depends on (seed, its name, the device's type) only. CPU and CUDA draw different numbers.
+
+    Yields:
+        (OpenAI's name, tensor): bfloat16, and uint8 for the ``blocks`` and ``scales`` of MXFP4 experts.
+    """
+    device = torch.device(device)
+    for spec in parameter_specs(config, Layout.OPENAI):
+        generator = torch.Generator(device)
+        digest = hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=7).digest()
+        generator.manual_seed(int.from_bytes(digest, "little"))
+        yield spec.name, _draw(spec, config, generator)
+
+
+def _draw(spec: ParameterSpec, config: GptOssConfig, generator: torch.Generator) -> Tensor:
+    if spec.kind is TensorKind.EXPERT_MATRIX:
+        return torch.randint(
+            0, 256, spec.shape, dtype=torch.uint8, device=generator.device, generator=generator
+        )
+    if spec.kind is TensorKind.EXPERT_SCALE:
+        inputs, gain = (
+            (config.hidden_size, _GATE_UP_GAIN)
+            if "mlp1" in spec.name
+            else (config.intermediate_size, _DOWN_GAIN)
+        )
+        exponent = round(math.log2(gain / math.sqrt(inputs) / (_FP4_RMS * _SCALE_SPREAD_RMS)))
+        low = 127 + exponent - 1
+        return torch.randint(
+            low, low + 3, spec.shape, dtype=torch.uint8, device=generator.device, generator=generator
+        )
+    mean, std = _moments(spec, config)
+    values = torch.empty(spec.shape, dtype=torch.bfloat16, device=generator.device)
+    return values.normal_(mean, std, generator=generator)
+
+
+def _moments(spec: ParameterSpec, config: GptOssConfig) -> tuple[float, float]:
+    """Mean and standard deviation of a parameter that is not MXFP4."""
+    if spec.kind is TensorKind.NORM:
+        return 1.0, _NORM_STD
+    if spec.kind is TensorKind.EMBEDDING:
+        return 0.0, 1.0
+    if spec.kind is TensorKind.UNEMBEDDING:
+        return 0.0, _LOGIT_STD / math.sqrt(config.hidden_size)
+    if spec.name.endswith(".sinks"):
+        return _SINK_MEAN, _SINK_STD
+    if spec.name.endswith("bias"):
+        return 0.0, _ROUTER_BIAS_STD if spec.kind is TensorKind.ROUTER else _BIAS_STD
+    return 0.0, 1.0 / math.sqrt(spec.shape[-1])
