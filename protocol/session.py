@@ -54,14 +54,14 @@ class Session:
         full = len(self._unacknowledged) >= self._max_payloads
         if full or self._unacknowledged_bytes + len(payload) > self._max_bytes:
             raise SessionOverflow(
-                f"{len(self._unacknowledged)} messages ({self._unacknowledged_bytes} bytes) are unacknowledged"
+                f"{len(self._unacknowledged)} messages ({self._unacknowledged_bytes} bytes) unacknowledged"
             )
         self._last_queued += 1
         self._unacknowledged.append((self._last_queued, payload))
         self._unacknowledged_bytes += len(payload)
 
     def take_unsent(self) -> list[tuple[int, bytes]]:
-        """(number, payload) of everything queued since the last call or to be sent again; now counts as sent."""
+        """(number, payload) queued since the last call or to be repeated; now counts as sent."""
         count = self._last_queued - self._last_sent
         if count == 0:
             return []

@@ -1,0 +1,462 @@
+"""Links between the processes of a deployment: encrypted, ordered, exactly once while both ends live.
+
+A ``LinkNode`` is one process's end of all its links. It may listen, dial others, or both. What a link gives:
+
+- **Session.** From the first greeting until one side's lease ends, messages arrive in order and exactly once,
+  across any number of reconnects (session.py). ``on_up`` opens it and ``on_lost`` ends it; both sides see the
+  end, so whatever hung on it is recovered on both. A dialling node then begins a new session by itself.
+- **Lease.** Any frame renews it; both ends send heartbeats.
+- **Bounds.** A peer that does not acknowledge within the bound is lost, with that reason.
+- **Threads.** ``send`` may be called from any thread; callbacks run on the loop, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import zmq
+
+from antiphon.protocol.codec import decode, encode
+from antiphon.protocol.errors import ConfigError, WireError
+from antiphon.protocol.identity import WorkerAddress
+from antiphon.protocol.link_socket import DialledSocket, ListeningSocket
+from antiphon.protocol.link_wire import ClusterKeys, Frame, FrameKind, Peer, pack, unpack
+from antiphon.protocol.messages import AnyMessage, Heartbeat, Message
+from antiphon.protocol.session import Session, SessionOverflow
+
+_ACKNOWLEDGE_EVERY = 64
+_FAREWELL_LINGER_MS = 200
+_WILDCARD_HOSTS = ("0.0.0.0", "::", "*", "")
+
+
+class LinkHandler(Protocol):
+    """What a process does with its links. All calls come from the loop's thread."""
+
+    def on_up(self, peer: Peer) -> None:
+        """A session with this peer began."""
+
+    def on_message(self, peer: Peer, message: AnyMessage) -> None:
+        """The peer sent a message."""
+
+    def on_lost(self, peer: Peer, reason: str) -> None:
+        """The session ended; nothing of it will arrive any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """Times and bounds of every link of a node."""
+
+    heartbeat_s: float = 1.0
+    lease_s: float = 15.0
+    greeting_timeout_s: float = 2.0
+    first_backoff_s: float = 0.05
+    max_backoff_s: float = 1.0
+    max_unacknowledged: int = 16_384
+    """Messages to one peer; beyond it the peer is lost."""
+    max_unacknowledged_bytes: int = 64 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """A session in use, and the connection that carries it now."""
+
+    peer: Peer
+    session_id: int
+    session: Session
+    transmit: Callable[[bytes], bool] | None
+    heard_at: float
+    sent_at: float = 0.0
+    route: bytes = b""
+    overflowed: str | None = None
+
+
+@dataclass(slots=True)
+class _Dialer:
+    """One address this node keeps connected."""
+
+    address: WorkerAddress
+    peer: Peer
+    session_id: int
+    socket: DialledSocket | None = None
+    greeted_at: float | None = None
+    """When the greeting left; None once it was answered."""
+    backoff_s: float = 0.0
+    detail: str = "not connected yet"
+    retry: asyncio.TimerHandle | None = field(default=None)
+
+
+def _draw_session_id() -> int:
+    return secrets.randbits(62) | 1
+
+
+class LinkNode:
+    """All links of one process. Create, ``start`` on a running loop, ``connect`` to others, ``close``."""
+
+    def __init__(
+        self, me: Peer, cluster_token: str, handler: LinkHandler, settings: LinkSettings | None = None
+    ) -> None:
+        """Raises ConfigError when the token is too short."""
+        self.me = me
+        self.counters: Counter[str] = Counter()
+        self._keys = ClusterKeys(cluster_token)
+        self._handler = handler
+        self._settings = settings or LinkSettings()
+        self._lock = threading.Lock()  # guards sessions, which any thread may queue into
+        self._conversations: dict[Peer, _Conversation] = {}
+        self._routes: dict[bytes, _Conversation] = {}
+        self._dialers: dict[Peer, _Dialer] = {}
+        self._dirty: set[Peer] = set()
+        self._wake_scheduled = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._listening: ListeningSocket | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tick_handle: asyncio.TimerHandle | None = None
+        self._ticked_at = 0.0
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------ public, loop only
+
+    def start(self) -> None:
+        """Begin keeping leases; call on the running loop that the callbacks shall use."""
+        self._loop = asyncio.get_running_loop()
+        self._ticked_at = time.monotonic()
+        self._schedule_tick()
+
+    def listen(self, host: str, port: int = 0) -> str:
+        """Accept links; returns the endpoint to publish.
+
+        Raises:
+            ConfigError: a wildcard host, which nobody else could dial.
+            OSError: the port is taken or the host is not of this machine.
+        """
+        if host in _WILDCARD_HOSTS:
+            raise ConfigError(f"bind host {host!r}: name the address that other machines reach")
+        self._listening = ListeningSocket(self._context, self._keys, host, port, self._listener_frame)
+        return self._listening.endpoint
+
+    def connect(self, address: WorkerAddress) -> Peer:
+        """Keep a link to this worker from now on; ``on_up`` says when it stands."""
+        peer = Peer(address.role, address.worker_id, address.epoch)
+        if peer not in self._dialers and not self._closed:
+            self._dialers[peer] = dialer = _Dialer(address, peer, _draw_session_id())
+            self._dial(dialer)
+        return peer
+
+    def disconnect(self, peer: Peer, reason: str) -> None:
+        """End the session with a peer, and stop dialling it."""
+        conversation = self._conversations.get(peer)
+        if conversation is not None:
+            self._farewell(conversation, reason)
+        dialer = self._dialers.pop(peer, None)
+        if dialer is not None:
+            self._hang_up(dialer, _FAREWELL_LINGER_MS)
+        if conversation is not None:
+            self._lose(conversation, reason)
+
+    def detail(self, peer: Peer) -> str:
+        """Why a dialled peer is not up, for people; empty when it is."""
+        if self.is_up(peer):
+            return ""
+        dialer = self._dialers.get(peer)
+        return dialer.detail if dialer is not None else "not dialled"
+
+    def close(self) -> None:
+        """Say farewell to everyone and end. No callback comes after it."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+        self._flush()
+        for conversation in list(self._conversations.values()):
+            self._farewell(conversation, "stopped")
+        for dialer in self._dialers.values():
+            self._hang_up(dialer, _FAREWELL_LINGER_MS)
+        if self._listening is not None:
+            self._listening.close(_FAREWELL_LINGER_MS)
+        with self._lock:
+            self._conversations.clear()
+        self._context.term()
+
+    # ------------------------------------------------------------------------------------ public, any thread
+
+    def send(self, peer: Peer, message: Message) -> bool:
+        """Queue a message; False when no session stands with this peer."""
+        payload = encode(message)
+        with self._lock:
+            conversation = self._conversations.get(peer)
+            if conversation is None or conversation.overflowed is not None:
+                return False
+            try:
+                conversation.session.queue(payload)
+            except SessionOverflow as error:
+                conversation.overflowed = f"does not keep up: {error}"
+            self._dirty.add(peer)
+            wake = not self._wake_scheduled and not self._closed
+            self._wake_scheduled = True
+        if wake and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._flush)
+        return True
+
+    def is_up(self, peer: Peer) -> bool:
+        """Whether a session with this peer stands."""
+        return peer in self._conversations
+
+    def peers(self) -> tuple[Peer, ...]:
+        """Everyone a session stands with."""
+        with self._lock:
+            return tuple(self._conversations)
+
+    # ------------------------------------------------------------------------------------------------ sending
+
+    def _flush(self) -> None:
+        with self._lock:
+            self._wake_scheduled = False
+            dirty = [self._conversations[peer] for peer in self._dirty if peer in self._conversations]
+            self._dirty.clear()
+        for conversation in dirty:
+            if conversation.overflowed is not None:
+                self._lose(conversation, conversation.overflowed)
+            else:
+                self._transmit_unsent(conversation)
+
+    def _transmit_unsent(self, conversation: _Conversation) -> None:
+        if conversation.transmit is None:
+            return  # sent when the connection is back
+        with self._lock:
+            unsent = conversation.session.take_unsent()
+            acknowledged = conversation.session.tell() if unsent else 0
+        for number, payload in unsent:
+            if not conversation.transmit(pack(FrameKind.MESSAGE, payload, number, acknowledged)):
+                conversation.transmit = None
+                return  # resume() rewinds to what the peer really has
+        if unsent:
+            conversation.sent_at = time.monotonic()
+
+    def _heartbeat(self, conversation: _Conversation) -> None:
+        with self._lock:
+            acknowledged = conversation.session.tell()
+        frame = pack(FrameKind.HEARTBEAT, encode(Heartbeat(self.me.epoch)), 0, acknowledged)
+        if conversation.transmit is not None and not conversation.transmit(frame):
+            conversation.transmit = None
+        conversation.sent_at = time.monotonic()
+
+    def _farewell(self, conversation: _Conversation, reason: str) -> None:
+        self._transmit_unsent(conversation)
+        if conversation.transmit is not None:
+            conversation.transmit(pack(FrameKind.FAREWELL, reason.encode()))
+
+    # ---------------------------------------------------------------------------------------------- receiving
+
+    def _session_frame(self, conversation: _Conversation, frame: Frame) -> None:
+        """A frame of an established session."""
+        conversation.heard_at = time.monotonic()
+        try:
+            with self._lock:
+                conversation.session.acknowledge(frame.acknowledged)
+                new = frame.kind is FrameKind.MESSAGE and conversation.session.accept(frame.number)
+                untold = conversation.session.untold
+            message = decode(frame.payload) if new else None
+        except WireError as error:
+            self.counters["frames_undecodable"] += 1
+            self._farewell(conversation, str(error))
+            self._lose(conversation, str(error))
+            return
+        if message is not None:
+            self._call(self._handler.on_message, conversation.peer, message)
+        elif frame.kind is FrameKind.MESSAGE:
+            self.counters["frames_repeated"] += 1
+        elif frame.kind is FrameKind.FAREWELL:
+            self._lose(conversation, f"peer said: {frame.payload.decode(errors='replace')}")
+            return
+        if untold >= _ACKNOWLEDGE_EVERY:
+            self._heartbeat(conversation)
+
+    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
+        """Run a handler's callback on its own turn, so that its error cannot stop the socket's draining."""
+        if self._loop is not None and not self._closed:
+            self._loop.call_soon(callback, *arguments)
+
+    def _open(self, peer: Peer, session_id: int, transmit: Callable[[bytes], bool]) -> _Conversation:
+        session = Session(self._settings.max_unacknowledged, self._settings.max_unacknowledged_bytes)
+        conversation = _Conversation(peer, session_id, session, transmit, time.monotonic())
+        with self._lock:
+            self._conversations[peer] = conversation
+        self._call(self._handler.on_up, peer)
+        return conversation
+
+    def _lose(self, conversation: _Conversation, reason: str) -> None:
+        with self._lock:
+            if self._conversations.get(conversation.peer) is not conversation:
+                return
+            del self._conversations[conversation.peer]
+        self._routes.pop(conversation.route, None)
+        conversation.transmit = None
+        self._call(self._handler.on_lost, conversation.peer, reason)
+        dialer = self._dialers.get(conversation.peer)
+        if dialer is not None:
+            dialer.session_id = _draw_session_id()
+            self._redial(dialer, reason)
+
+    # ---------------------------------------------------------------------------------------- listening side
+
+    def _listener_frame(self, route: bytes, data: bytes) -> None:
+        try:
+            frame = unpack(data)
+            if frame.kind is FrameKind.GREETING:
+                self._greeted(route, frame)
+                return
+        except WireError as error:
+            self.counters["greetings_refused"] += 1
+            self._send_to(route, pack(FrameKind.REFUSAL, str(error).encode()))
+            return
+        conversation = self._routes.get(route)
+        if conversation is None:
+            self.counters["frames_without_session"] += 1
+        else:
+            self._session_frame(conversation, frame)
+
+    def _greeted(self, route: bytes, frame: Frame) -> None:
+        greeting, peer = self._keys.check(frame.payload, from_listening=False)
+        known = self._conversations.get(peer)
+        if known is not None and known.session_id != greeting.session:
+            self._lose(known, "peer began a new session")
+            known = None
+        if known is None and greeting.resuming:
+            self._send_to(route, self._keys.greet(self.me, 0, False, 0, listening=True))
+            return
+
+        def transmit(data: bytes) -> bool:
+            return self._send_to(route, data)
+
+        if known is None:
+            known = self._open(peer, greeting.session, transmit)
+        else:
+            self.counters["sessions_resumed"] += 1
+            self._routes.pop(known.route, None)
+            known.transmit, known.heard_at = transmit, time.monotonic()
+        known.route = route
+        self._routes[route] = known
+        with self._lock:
+            known.session.resume(greeting.received)
+            received = known.session.tell()
+        transmit(self._keys.greet(self.me, greeting.session, greeting.resuming, received, listening=True))
+        self._transmit_unsent(known)
+
+    def _send_to(self, route: bytes, data: bytes) -> bool:
+        return self._listening is not None and self._listening.send(route, data)
+
+    # ------------------------------------------------------------------------------------------ dialling side
+
+    def _dial(self, dialer: _Dialer) -> None:
+        dialer.retry = None
+        if self._dialers.get(dialer.peer) is not dialer or self._closed:
+            return
+        socket = DialledSocket(
+            self._context,
+            self._keys,
+            dialer.address.endpoint,
+            lambda data: self._dialer_frame(dialer, socket, data),
+            lambda reason: self._redial(dialer, reason) if dialer.socket is socket else None,
+        )
+        dialer.socket = socket
+        dialer.greeted_at = time.monotonic()
+        conversation = self._conversations.get(dialer.peer)
+        received = 0
+        if conversation is not None:
+            with self._lock:
+                received = conversation.session.tell()
+        resuming = conversation is not None
+        socket.send(self._keys.greet(self.me, dialer.session_id, resuming, received, listening=False))
+
+    def _redial(self, dialer: _Dialer, reason: str) -> None:
+        dialer.detail = reason
+        conversation = self._conversations.get(dialer.peer)
+        if conversation is not None:
+            conversation.transmit = None
+        self._hang_up(dialer, 0)
+        if self._loop is not None and not self._closed:
+            settings = self._settings
+            dialer.backoff_s = min(
+                max(dialer.backoff_s * 2, settings.first_backoff_s), settings.max_backoff_s
+            )
+            dialer.retry = self._loop.call_later(dialer.backoff_s, self._dial, dialer)
+
+    def _hang_up(self, dialer: _Dialer, linger_ms: int) -> None:
+        if dialer.retry is not None:
+            dialer.retry.cancel()
+            dialer.retry = None
+        if dialer.socket is not None:
+            dialer.socket.close(linger_ms)
+            dialer.socket = None
+        dialer.greeted_at = None
+
+    def _dialer_frame(self, dialer: _Dialer, socket: DialledSocket, data: bytes) -> None:
+        if dialer.socket is not socket:
+            return
+        try:
+            frame = unpack(data)
+            if frame.kind is FrameKind.GREETING:
+                self._greeting_answered(dialer, socket, frame)
+                return
+        except WireError as error:
+            self._redial(dialer, str(error))
+            return
+        conversation = self._conversations.get(dialer.peer)
+        if frame.kind is FrameKind.REFUSAL:
+            self._redial(dialer, f"refused by {dialer.peer}: {frame.payload.decode(errors='replace')}")
+        elif conversation is not None and dialer.greeted_at is None:
+            self._session_frame(conversation, frame)
+
+    def _greeting_answered(self, dialer: _Dialer, socket: DialledSocket, frame: Frame) -> None:
+        greeting, peer = self._keys.check(frame.payload, from_listening=True)
+        if peer != dialer.peer:
+            raise WireError(f"{dialer.address.endpoint}: expected {dialer.peer}, found {peer}")
+        conversation = self._conversations.get(peer)
+        if greeting.session != dialer.session_id:
+            if conversation is not None:
+                self._lose(conversation, "peer had ended the session")
+            return
+        dialer.greeted_at, dialer.backoff_s, dialer.detail = None, 0.0, ""
+        if conversation is None:
+            conversation = self._open(peer, dialer.session_id, socket.send)
+        else:
+            self.counters["sessions_resumed"] += 1
+        conversation.transmit, conversation.heard_at = socket.send, time.monotonic()
+        with self._lock:
+            conversation.session.resume(greeting.received)
+        self._transmit_unsent(conversation)
+
+    # ------------------------------------------------------------------------------------------------- leases
+
+    def _schedule_tick(self) -> None:
+        if self._loop is not None and not self._closed:
+            interval = min(self._settings.heartbeat_s / 2, self._settings.lease_s / 8)
+            self._tick_handle = self._loop.call_later(interval, self._tick)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        # A loop that stood still has not read what peers sent meanwhile: that time is not theirs.
+        stalled = max(0.0, now - self._ticked_at - self._settings.heartbeat_s)
+        self._ticked_at = now
+        for conversation in list(self._conversations.values()):
+            conversation.heard_at += stalled
+            if now - conversation.heard_at > self._settings.lease_s:
+                self.counters["leases_expired"] += 1
+                self._lose(conversation, f"silent for {self._settings.lease_s:g} s")
+            elif now - conversation.sent_at >= self._settings.heartbeat_s:
+                self._heartbeat(conversation)
+        for dialer in list(self._dialers.values()):
+            waiting = dialer.greeted_at is not None and dialer.socket is not None
+            if waiting and now - (dialer.greeted_at or now) > self._settings.greeting_timeout_s + stalled:
+                self._redial(
+                    dialer, f"no answer from {dialer.address.endpoint}: gone, or another cluster token"
+                )
+        self._schedule_tick()
