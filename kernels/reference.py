@@ -144,7 +144,7 @@ def paged_attention(
     Returns:
         [T, Q, D] in query's dtype.
     """
-    tokens, heads, _ = query.shape
+    tokens, heads, head_dim = query.shape
     kv_heads, page_size = kv_layer.shape[1], kv_layer.shape[3]
     out = torch.empty_like(query)
     starts, lengths = sequences.query_start.tolist(), sequences.kv_len.tolist()
@@ -157,22 +157,24 @@ def paged_attention(
         first_key = 0 if window is None else max(0, first_query - window + 1)
         first_page = first_key // page_size
         pages = sequences.block_table[b, first_page : -(-length // page_size)].long()
-        kv = kv_layer[pages].float()  # [pages, G, 2, S, D]
-        kv = kv.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, kv.shape[-1])
         offset = first_page * page_size
-        kv = kv[:, :, first_key - offset : length - offset]
-        q = query[begin:end].float().reshape(count, kv_heads, heads // kv_heads, -1).permute(1, 2, 0, 3)
-        scores = torch.einsum("gmqd,gkd->gmqk", q, kv[0]) * sm_scale
-        key_pos = torch.arange(first_key, length, device=query.device)
-        query_pos = torch.arange(first_query, length, device=query.device)
-        hidden = key_pos[None, :] > query_pos[:, None]
-        if window is not None:
-            hidden |= key_pos[None, :] <= query_pos[:, None] - window
-        scores = scores.masked_fill(hidden, -math.inf)
+        kv = kv_layer.permute(2, 1, 0, 3, 4).index_select(2, pages).flatten(2, 3)  # [2, G, pages * S, D]
+        key, value = kv[:, :, first_key - offset : length - offset].float()
+        # Queries that share a kv head are rows of one matrix: [G, Q / G * count, D].
+        q = query[begin:end].float().reshape(count, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        scores = q.reshape(kv_heads, -1, head_dim) @ key.mT
+        scores = scores.view(kv_heads, -1, count, length - first_key) * sm_scale
+        if count > 1:  # a single query sees every key from first_key on
+            key_pos = torch.arange(first_key, length, device=query.device)
+            query_pos = torch.arange(first_query, length, device=query.device)
+            hidden = key_pos[None, :] > query_pos[:, None]
+            if window is not None:
+                hidden |= key_pos[None, :] <= query_pos[:, None] - window
+            scores.masked_fill_(hidden, -math.inf)
         sink = sinks.float().reshape(kv_heads, -1, 1, 1).expand(-1, -1, count, 1)
         weights = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
-        mixed = torch.einsum("gmqk,gkd->gmqd", weights, kv[1])
-        out[begin:end] = mixed.permute(2, 0, 1, 3).reshape(count, heads, -1).to(query.dtype)
+        mixed = (weights.reshape(kv_heads, -1, length - first_key) @ value).view(q.shape)
+        out[begin:end] = mixed.permute(2, 0, 1, 3).reshape(count, heads, head_dim).to(query.dtype)
     if starts[-1] < tokens:
         out[starts[-1] :] = 0  # padding of a fixed-size batch
     return out
