@@ -26,14 +26,14 @@ def graph_time_us(
                 launch()
     samples = []
     for index in range(warmup + replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
         if index >= warmup:
             samples.append(start.elapsed_time(end) * 1e3 / (len(launches) * rounds))
-    return statistics.median(samples)
+    return float(statistics.median(samples))
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:

@@ -119,6 +119,8 @@ def prefill_attention(
     max_query_tokens: int,
     block_tokens: int = 16,
     out: Tensor | None = None,
+    warps: int | None = None,
+    stages: int = 5,
 ) -> Tensor:
     """The fast twin of ``reference.paged_attention`` for many query tokens per sequence.
 
@@ -127,6 +129,7 @@ def prefill_attention(
         kv_layer: [N, G, 2, S, D] view; the last four dimensions contiguous.
         max_query_tokens: upper bound of a sequence's query tokens in this batch; sizes the grid.
         block_tokens: query tokens per program; times Q / G it must be at least 16 rows.
+        warps, stages: launch shape, for tuning.
 
     Returns:
         [T, Q, D]; tokens beyond ``query_start[B]`` are left as they are.
@@ -157,7 +160,7 @@ def prefill_attention(
         DIM=dim,
         BLOCK_TOKENS=block_tokens,
         WINDOW=window or 0,
-        STAGES=5,
-        num_warps=8 if rows >= 128 else 4,
+        STAGES=stages,
+        num_warps=warps or (8 if rows >= 128 else 4),
     )
     return out

@@ -1,6 +1,6 @@
-"""Dense projections for at most 32 tokens on sm_90: CUDA kernels of our own (skinny.cu) behind torch tensors.
+"""Dense projections for at most 16 tokens on sm_90: CUDA kernels of our own (skinny.cu) behind torch tensors.
 
-Each call fuses what stands around the projection: the norm in front of QKV and of the unembedding, the bias,
+Each call fuses what stands around the projection: the norm in front of QKV, the bias,
 the rotation and the page write behind QKV, the residual add behind the output projection.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from antiphon.kernels.cuda_library import CudaLibrary, check_launch
 
-MAX_TOKENS = 32
+MAX_TOKENS = 16
 HIDDEN = 2880
 QUERY_WIDTH = 4096
 
@@ -34,9 +34,7 @@ def _library() -> ctypes.CDLL:
     library.antiphon_output_projection.argtypes = [
         *(pointer, pointer, pointer, pointer, number, number, number, pointer)
     ]
-    library.antiphon_logits.argtypes = [
-        *(pointer, pointer, pointer, real, pointer, number, number, number, pointer)
-    ]
+    library.antiphon_logits.argtypes = [*(pointer, pointer, pointer, number, number, number, pointer)]
     return library
 
 
@@ -67,7 +65,7 @@ def qkv_rope(
     """RMSNorm, QKV projection with bias, YaRN rotation, and the write of k and v to their pages.
 
     Args:
-        x: [T, 2880] bf16 residual stream, 1 <= T <= 32.
+        x: [T, 2880] bf16 residual stream, 1 <= T <= 16.
         norm_weight: [2880] bf16. weight: [(Q + 2 G) * 64, 2880] bf16. bias: [(Q + 2 G) * 64] bf16.
         positions, slot: [T] int64; a negative slot is not stored.
         rotation: [positions, 32, 2] float32 from ``rope.rotation_table``.
@@ -133,22 +131,18 @@ def output_projection_(
     return residual
 
 
-def logits(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, out: Tensor, pdl: bool = False
-) -> Tensor:
-    """Final RMSNorm and unembedding. x: [T, 2880] bf16, weight: [V, 2880] bf16 -> out [T, V] float32."""
+def logits(x: Tensor, weight: Tensor, out: Tensor, pdl: bool = False) -> Tensor:
+    """Unembedding of normed states. x: [T, 2880] bf16, weight: [V, 2880] bf16 -> out [T, V] float32."""
     tokens, rows = x.shape[0], weight.shape[0]
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"{tokens} tokens, expected 1 to {MAX_TOKENS}")
     if rows % 16:
         raise ValueError(f"{rows} rows are not a multiple of 16")
     _require(x, (tokens, HIDDEN), torch.bfloat16, "x")
-    _require(norm_weight, (HIDDEN,), torch.bfloat16, "norm_weight")
     _require(weight, (rows, HIDDEN), torch.bfloat16, "weight")
     _require(out, (tokens, rows), torch.float32, "out")
     status = _library().antiphon_logits(
-        *(x.data_ptr(), weight.data_ptr(), norm_weight.data_ptr(), eps, out.data_ptr(), tokens, rows),
-        *(int(pdl), _stream()),
+        *(x.data_ptr(), weight.data_ptr(), out.data_ptr(), tokens, rows, int(pdl), _stream())
     )
     check_launch(status, "logits")
     return out
