@@ -7,8 +7,15 @@ from collections.abc import Callable
 
 import torch
 
-from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, PrefillStarted
+from antiphon.engine import intake
+from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, PrefillStarted, SequencePreempted
+from antiphon.engine.executor import StepExecutor
+from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.engine.ledger import Ledger
 from antiphon.engine.requests import EngineRequest
+from antiphon.engine.sampler import Choice
+from antiphon.engine.scheduler import StepPlan
+from antiphon.engine.sequence import SequenceStatus
 from antiphon.engine.settings import EngineSettings
 from antiphon.engine.snapshot import EngineSnapshot
 from antiphon.model.forward import LanguageModel
@@ -24,9 +31,10 @@ class EngineLoop:
     Every submitted request ends with exactly one ``SequenceFinished``.
 
     Args:
-        model: writes KV into the pages that this engine plans; on a prefill worker it has no output projection.
+        model: writes KV into the pages that this engine plans; a prefill worker's has no output projection.
         settings: sizes and bounds.
         device, kv_dtype: where the pages live and what they hold.
+        kv_heads: kv heads of this rank; all of the model's when absent.
         on_scheduled: called on the engine thread after a step is planned and before it computes, with each
             PagesReserved and PrefillStarted of the step. ``step`` returns the same events later.
         on_kv_written: called on the engine thread while the step computes, right after the last layer of a
@@ -42,15 +50,110 @@ class EngineLoop:
         *,
         device: torch.device | str = "cpu",
         kv_dtype: torch.dtype = torch.float32,
+        kv_heads: int | None = None,
         on_scheduled: Callable[[PagesReserved | PrefillStarted], None] | None = None,
         on_kv_written: Callable[[KvWritten], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        raise NotImplementedError  # being written
+        self.settings = settings
+        self.kv_cache = PagedKvCache(
+            model.config,
+            full_pages=settings.full_pages,
+            sliding_pages=settings.sliding_pages,
+            page_size=settings.page_size_tokens,
+            dtype=kv_dtype,
+            device=device,
+            kv_heads=kv_heads,
+        )
+        self._executor = StepExecutor(model, self.kv_cache, settings.layer_groups)
+        self._inbox = intake.Inbox(settings.max_queued_requests)
+        self._ledger = Ledger(settings, self._inbox)
+        self._on_scheduled = on_scheduled
+        self._on_kv_written = on_kv_written
+        self._clock = clock
+        self._events: list[EngineEvent] = []
+        self._changed = False
+        self._stalled = True
+        """The last step found nothing to do: only a command or a deadline can change that."""
+        self._snapshot = self._ledger.snapshot()
+
+    # ------------------------------------------------------------------------------------ the engine thread
 
     def step(self) -> list[EngineEvent]:
-        """Run one step; returns its events in order. Does nothing, at once, when there is no work."""
-        raise NotImplementedError
+        """Run one step; returns its events in order. Does nothing, at once, when there is no work.
+
+        Raises:
+            AccountingError: the engine came to rest and its pages do not balance.
+        """
+        self._intake()
+        plan = self._schedule()
+        choices = self._execute(plan)
+        self._intake()
+        self._commit(plan, choices)
+        return self._settle(plan)
+
+    def _intake(self) -> None:
+        """Take commands and end what is overdue. No step is running on the device now."""
+        now = self._clock()
+        for command in self._inbox.take():
+            self._events += self._ledger.apply(command, now)
+            self._changed = True
+        self._events += self._ledger.expire(now)
+
+    def _schedule(self) -> StepPlan:
+        plan = self._ledger.scheduler.schedule()
+        now = self._clock()
+        for sequence, attempt in plan.preempted:
+            self._ledger.preempted(sequence, now)
+            self._events.append(SequencePreempted(sequence.request.request_id, attempt))
+        for sequence in plan.admitted:
+            event = self._ledger.admitted(sequence, now)
+            if event is not None:
+                self._events.append(event)
+                if self._on_scheduled is not None:
+                    self._on_scheduled(event)
+        return plan
+
+    def _execute(self, plan: StepPlan) -> list[Choice]:
+        cached = [work for work in plan.work if work.count == 0]
+        prefills = [work for work in plan.work if work.count > 0 and work.chunk is not None]
+        for group in range(self.settings.layer_groups):
+            for work in cached:
+                self._announce(self._ledger.kv_written(work, group))
+
+        def on_layer_group(group: int) -> None:
+            for work in prefills:
+                self._announce(self._ledger.kv_written(work, group))
+
+        computed = [work for work in plan.work if work.count > 0]
+        return self._executor.execute(computed, on_layer_group if prefills else None)
+
+    def _announce(self, event: KvWritten) -> None:
+        self._events.append(event)
+        if self._on_kv_written is not None:
+            self._on_kv_written(event)
+
+    def _commit(self, plan: StepPlan, choices: list[Choice]) -> None:
+        now = self._clock()
+        chosen = iter(choices)
+        for work in plan.work:
+            choice = next(chosen) if work.samples else None
+            if work.sequence.status is not SequenceStatus.FINISHED:  # not aborted while the step computed
+                self._events += self._ledger.commit(work, choice, now)
+        self._ledger.steps += any(work.count for work in plan.work)
+
+    def _settle(self, plan: StepPlan) -> list[EngineEvent]:
+        """Publish the counts and hand over the events; when nothing moves any more, balance the pages."""
+        at_rest = plan.is_empty and not self._changed and not self._events
+        if at_rest and not self._stalled:
+            self._ledger.check()
+        self._stalled, self._changed = at_rest, False
+        self._inbox.set_waiting(len(self._ledger.scheduler.waiting))
+        self._snapshot = self._ledger.snapshot()
+        events, self._events = self._events, []
+        return events
+
+    # ------------------------------------------------------------------------------------------- any thread
 
     def submit(self, request: EngineRequest) -> None:
         """Hand in a request.
@@ -59,40 +162,53 @@ class EngineLoop:
             RequestRejected: it can never run here (too long, bad ids or parameters, its id is live), or not
                 now (queue full: ``retryable``).
         """
-        raise NotImplementedError
+        intake.check_request(request, self.settings)
+        self._inbox.submit(request, self._clock())
 
     def abort(self, request_id: str, attempt_limit: int, *, writer_granted: bool = False) -> None:
         """End the request if it was submitted with an attempt up to ``attempt_limit``; else nothing happens.
 
-        ``writer_granted`` says that a transport may still write (REMOTE_KV) or read (PREFILL_ONLY) pages of the
-        sequence's current attempt: they go to quarantine until ``release_quarantined``.
+        ``writer_granted`` says that a transport may still write (REMOTE_KV) or read (PREFILL_ONLY) pages of
+        the current attempt: they go to quarantine until ``release_quarantined``.
         """
-        raise NotImplementedError
+        self._inbox.give(intake.Abort(request_id, attempt_limit, writer_granted))
 
     def kv_ready(self, request_id: str, attempt: int) -> None:
         """Every wanted position of this reservation was written; the sequence becomes runnable."""
-        raise NotImplementedError
+        self._inbox.give(intake.KvReady(request_id, attempt))
 
     def kv_lost(self, request_id: str, attempt: int) -> None:
         """The KV will not come and its writer certainly writes no more: reserve again with attempt + 1."""
-        raise NotImplementedError
+        self._inbox.give(intake.KvLost(request_id, attempt))
 
     def release(self, request_id: str, attempt: int) -> None:
-        """The pages of a computed PREFILL_ONLY request were shipped; ends it with reason STOP."""
-        raise NotImplementedError
+        """The pages of a computed PREFILL_ONLY request were shipped; ends it with reason STOP.
+
+        To be called after its PrefillComputed; before it, ``step`` raises IllegalTransition.
+        """
+        self._inbox.give(intake.Release(request_id, attempt))
 
     def release_quarantined(self, request_id: str, attempt: int) -> None:
         """No transport touches the pages of this ended attempt any more; they return to the pool."""
-        raise NotImplementedError
+        self._inbox.give(intake.ReleaseQuarantined(request_id, attempt))
 
     def has_work(self) -> bool:
         """Whether a step would do something now."""
-        raise NotImplementedError
+        if self._inbox or not self._stalled:
+            return True
+        deadline = self._ledger.next_deadline_s
+        return deadline is not None and deadline <= self._clock()
 
     def wait_for_work(self, timeout_s: float) -> bool:
         """Block until a step would do something, or the timeout; returns ``has_work()``."""
-        raise NotImplementedError
+        if self.has_work():
+            return True
+        deadline = self._ledger.next_deadline_s
+        if deadline is not None:
+            timeout_s = max(0.0, min(timeout_s, deadline - self._clock()))
+        self._inbox.wait(timeout_s)
+        return self.has_work()
 
     def snapshot(self) -> EngineSnapshot:
-        """Counts as of the end of the last step."""
-        raise NotImplementedError
+        """Counts as of the end of the last step, with the requests waiting now."""
+        return self._snapshot.with_waiting(self._inbox.queued)

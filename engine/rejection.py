@@ -6,7 +6,7 @@ from antiphon.protocol.errors import AntiphonError
 
 
 class RequestRejected(AntiphonError):
-    """A request was not taken; ``retryable`` is True when the same request may be taken later or elsewhere."""
+    """A request was not taken; ``retryable`` when the same one may be taken later or elsewhere."""
 
     def __init__(self, request_id: str, reason: str, *, retryable: bool = False) -> None:
         super().__init__(f"request {request_id}: {reason}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,10 @@ class EngineSnapshot:
     """Commands for a request or attempt that was no longer there (counts up)."""
     finished: Mapping[str, int] = field(default_factory=dict)
     """Finish reason -> requests (counts up)."""
+
+    def with_waiting(self, waiting: int) -> EngineSnapshot:
+        """The same counts with another number of waiting sequences."""
+        return replace(self, waiting=waiting)
 
     @property
     def total_pages(self) -> int:

@@ -1,0 +1,300 @@
+"""The live sequences of an engine and every change of their state outside of planning.
+
+Owned by the engine thread. Commands and step results come in, events come out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from antiphon.engine import intake
+from antiphon.engine.allocation import FULL, SLIDING, SequencePages
+from antiphon.engine.batch import Work
+from antiphon.engine.events import (
+    EngineEvent,
+    KvWritten,
+    PagesReserved,
+    PrefillComputed,
+    PrefillStarted,
+    SequenceFinished,
+    TokensSampled,
+)
+from antiphon.engine.requests import RequestKind
+from antiphon.engine.sampler import Choice
+from antiphon.engine.scheduler import Scheduler
+from antiphon.engine.sequence import Sequence, SequenceStatus
+from antiphon.engine.settings import EngineSettings
+from antiphon.engine.snapshot import EngineSnapshot
+from antiphon.protocol.errors import IllegalTransition
+from antiphon.protocol.messages import FinishReason
+
+
+class Ledger:
+    """Owns the sequences, their pages and the engine's counters."""
+
+    def __init__(self, settings: EngineSettings, inbox: intake.Inbox) -> None:
+        self._settings = settings
+        self._inbox = inbox
+        self.pages = SequencePages(settings)
+        self.scheduler = Scheduler(settings, self.pages)
+        self._sequences: dict[str, Sequence] = {}
+        self.steps = 0
+        self._counters: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self.next_deadline_s: float | None = None
+        """The earliest deadline of a live sequence."""
+
+    # ------------------------------------------------------------------------------------------- commands
+
+    def apply(self, command: intake.Command, now: float) -> list[EngineEvent]:
+        """Carry out one command. A command for an attempt that is no longer there is counted and ignored:
+        both sides of a link may end the same request at the same time."""
+        if isinstance(command, intake.Submit):
+            return self._take(command, now)
+        if isinstance(command, intake.ReleaseQuarantined):
+            found = self.pages.release_quarantined(command.request_id, command.attempt)
+            self._counters["stale"] += not found
+            self._inbox.unfence(command.request_id, command.attempt)
+            return []
+        sequence = self._sequences.get(command.request_id)
+        if isinstance(command, intake.Abort):
+            if sequence is None or sequence.request.attempt > command.attempt_limit:
+                self._counters["stale"] += 1
+                return []
+            return [self._finish(sequence, FinishReason.ABORT, now, quarantine=command.writer_granted)]
+        if sequence is None or sequence.attempt != command.attempt:
+            self._counters["stale"] += 1
+            return []
+        if isinstance(command, intake.Release):
+            if sequence.status is not SequenceStatus.PINNED:
+                raise IllegalTransition(
+                    f"request {command.request_id} attempt {command.attempt} was released while "
+                    f"{sequence.status}"
+                )
+            return [self._finish(sequence, FinishReason.STOP, now)]
+        if sequence.status is not SequenceStatus.RESERVED:
+            self._counters["stale"] += 1  # a repeated notification
+        elif isinstance(command, intake.KvReady):
+            self._counters["received"] += sequence.kv_target - sequence.cached_tokens
+            self.pages.receive(sequence)
+            sequence.move(SequenceStatus.RUNNING)
+            self._runnable(sequence, now)
+        else:
+            self.scheduler.preempt(sequence)
+            sequence.queued_s = now
+        return []
+
+    def _take(self, command: intake.Submit, now: float) -> list[EngineEvent]:
+        request = command.request
+        sequence = Sequence(request, command.arrival, command.submitted_s)
+        self._sequences[request.request_id] = sequence
+        self.scheduler.enqueue(sequence)
+        if self._inbox.is_fenced(request.request_id, request.attempt):
+            error = f"attempt {request.attempt} is not newer than a quarantined one"
+            return [self._finish(sequence, FinishReason.ERROR, now, error=error)]
+        return []
+
+    def expire(self, now: float) -> list[EngineEvent]:
+        """End every sequence whose deadline has passed.
+
+        The engine does not know whether a transport was let at the pages, so it assumes so wherever that is
+        possible, and the owner releases the quarantine when it was not.
+        """
+        events: list[EngineEvent] = []
+        if self.next_deadline_s is not None and self.next_deadline_s <= now:
+            for sequence in tuple(self._sequences.values()):
+                if sequence.deadline_s is not None and sequence.deadline_s <= now:
+                    exposed = sequence.status in (SequenceStatus.RESERVED, SequenceStatus.PINNED)
+                    exposed |= sequence.status is SequenceStatus.PREFILLING and sequence.next_chunk > 0
+                    events.append(self._finish(sequence, FinishReason.DEADLINE, now, quarantine=exposed))
+        deadlines = (s.deadline_s for s in self._sequences.values() if s.deadline_s is not None)
+        self.next_deadline_s = min(deadlines, default=None)
+        return events
+
+    # -------------------------------------------------------------------------------------------- planning
+
+    def preempted(self, sequence: Sequence, now: float) -> None:
+        """The scheduler took a sequence's pages back."""
+        sequence.preemptions += 1
+        sequence.queued_s = now
+        self._counters["preemptions"] += 1
+
+    def admitted(self, sequence: Sequence, now: float) -> PagesReserved | PrefillStarted | None:
+        """The scheduler gave a sequence its pages; what its owner must know about that."""
+        waited = now - sequence.queued_s
+        sequence.started_s = now
+        if sequence.status is not SequenceStatus.RESERVED:
+            self._runnable(sequence, now)
+        if sequence.kind is RequestKind.REMOTE_KV:
+            return self._reserved(sequence, waited)
+        if sequence.kind is RequestKind.PREFILL_ONLY:
+            return PrefillStarted(
+                sequence.request.request_id,
+                sequence.attempt,
+                sequence.cached_tokens,
+                self.scheduler.chunks(sequence),
+                waited,
+            )
+        return None
+
+    @staticmethod
+    def _runnable(sequence: Sequence, now: float) -> None:
+        if sequence.first_token_s is None:
+            sequence.runnable_s = now
+
+    def _reserved(self, sequence: Sequence, waited: float) -> PagesReserved:
+        missing = self.pages.missing(sequence)
+        return PagesReserved(
+            request_id=sequence.request.request_id,
+            attempt=sequence.attempt,
+            kv_tokens=sequence.kv_target,
+            cached_tokens=sequence.cached_tokens,
+            full_pages=tuple(missing[FULL]),
+            sliding_pages=tuple(missing[SLIDING]),
+            sliding_first_page=self.pages.first_missing_sliding(sequence),
+            reserve_s=waited,
+        )
+
+    # ------------------------------------------------------------------------------------------- computing
+
+    def kv_written(self, work: Work, layer_group: int) -> KvWritten:
+        """What one layer group of one chunk has completed."""
+        sequence, table, size = work.sequence, work.sequence.pages, self._settings.page_size_tokens
+        first = 0 if work.chunk == 0 else work.start // size
+        end = -(-work.end // size)
+        sliding: tuple[tuple[int, int], ...] = ()
+        if work.last_chunk:
+            begin = self.pages.window_first(work.end)
+            sliding = tuple((page, table.sliding[page - table.sliding_first]) for page in range(begin, end))
+        return KvWritten(
+            request_id=sequence.request.request_id,
+            attempt=sequence.attempt,
+            chunk=work.chunk or 0,
+            layer_group=layer_group,
+            last_chunk=work.last_chunk,
+            full_pages=tuple((page, table.full[page]) for page in range(first, end)),
+            sliding_pages=sliding,
+        )
+
+    def commit(self, work: Work, choice: Choice | None, now: float) -> list[EngineEvent]:
+        """One item of a step was computed and perhaps sampled."""
+        sequence = work.sequence
+        if sequence.status is SequenceStatus.PREFILLING:
+            self._counters["computed"] += work.count
+        self.scheduler.complete(work)
+        if sequence.status is SequenceStatus.PINNED:
+            started = now if sequence.started_s is None else sequence.started_s
+            return [PrefillComputed(sequence.request.request_id, sequence.attempt, now - started)]
+        if choice is None:
+            return []
+        if choice.token_id is None:
+            error = f"the logits of output position {sequence.output_tokens} are not finite"
+            return [self._finish(sequence, FinishReason.ERROR, now, error=error)]
+        return self._emit(sequence, choice.token_id, choice, now)
+
+    def _emit(self, sequence: Sequence, token: int, choice: Choice, now: float) -> list[EngineEvent]:
+        position = sequence.output_tokens
+        sequence.token_ids.append(token)
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now
+        self._counters["generated"] += 1
+        logprobs = None if choice.logprobs is None else (choice.logprobs,)
+        request_id = sequence.request.request_id
+        events: list[EngineEvent] = [
+            TokensSampled(request_id, sequence.attempt, position, (token,), logprobs)
+        ]
+        reason = self._stop_reason(sequence, token)
+        if reason is not None:
+            stop = token if reason is FinishReason.STOP else None
+            events.append(self._finish(sequence, reason, now, stop_token_id=stop))
+        return events
+
+    def _stop_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        params = sequence.request.sampling
+        if params is None:
+            return None
+        # Before min_tokens the sampler has banned the stop ids, so none can arrive here too early.
+        if token in params.stop_token_ids and not params.ignore_eos:
+            return FinishReason.STOP
+        full = len(sequence.token_ids) >= self._settings.max_sequence_tokens
+        return FinishReason.LENGTH if full or sequence.output_tokens >= params.max_tokens else None
+
+    # ------------------------------------------------------------------------------------------------ ends
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now: float,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+        quarantine: bool = False,
+    ) -> SequenceFinished:
+        request_id = sequence.request.request_id
+        quarantined = False
+        if quarantine:
+            quarantined = self.pages.quarantine(sequence)
+        else:
+            self.pages.release(sequence)
+        if quarantined:
+            self._inbox.fence(request_id, sequence.attempt)
+        self.scheduler.remove(sequence)
+        sequence.move(SequenceStatus.FINISHED)
+        del self._sequences[request_id]
+        self._inbox.ended(request_id, sequence.request.attempt)
+        self._finished[reason.value] += 1
+        first, runnable = sequence.first_token_s, sequence.runnable_s
+        return SequenceFinished(
+            request_id=request_id,
+            attempt=sequence.attempt,
+            reason=reason,
+            stop_token_id=stop_token_id,
+            error=error,
+            first_step_s=0.0 if first is None or runnable is None else max(0.0, first - runnable),
+            decode_s=0.0 if first is None else now - first,
+            preemptions=sequence.preemptions,
+            quarantined=quarantined,
+        )
+
+    # --------------------------------------------------------------------------------------------- account
+
+    def check(self) -> None:
+        """Balance the pages against the sequences.
+
+        Raises:
+            AccountingError: they differ.
+        """
+        self.pages.check(self._sequences.values())
+
+    def snapshot(self) -> EngineSnapshot:
+        """Counts as of now."""
+        scheduler = self.scheduler
+        unfinished = (*scheduler.waiting, *scheduler.active)
+        return EngineSnapshot(
+            running=scheduler.count(SequenceStatus.RUNNING, SequenceStatus.PREFILLING),
+            waiting=len(scheduler.waiting),
+            awaiting_kv=scheduler.count(SequenceStatus.RESERVED),
+            pinned=scheduler.count(SequenceStatus.PINNED),
+            quarantined=len(self.pages.quarantined_attempts()),
+            queued_prefill_tokens=sum(
+                max(0, sequence.prefill_target - sequence.computed_tokens)
+                for sequence in unfinished
+                if sequence.kind is not RequestKind.REMOTE_KV
+                and sequence.status not in (SequenceStatus.RUNNING, SequenceStatus.PINNED)
+            ),
+            pages={
+                group: {state.value: count for state, count in self.pages.pool(group).counts().items()}
+                for group in (FULL, SLIDING)
+            },
+            max_sequence_tokens=self._settings.max_sequence_tokens,
+            steps=self.steps,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            computed_prompt_tokens=self._counters["computed"],
+            received_prompt_tokens=self._counters["received"],
+            generated_tokens=self._counters["generated"],
+            preemptions=self._counters["preemptions"],
+            stale_commands=self._counters["stale"],
+            finished=dict(self._finished),
+        )

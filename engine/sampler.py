@@ -1,0 +1,257 @@
+"""From logits to tokens, for all rows of a step together.
+
+Order of operations on a row: logit bias, penalties and the ban on stop ids before ``min_tokens``; then greedy
+choice at temperature 0, else temperature, min-p, top-k, top-p (on what top-k left, renormalised) and one draw
+by inverse transform. The draw's uniform number depends on (seed, output position) only, so neither the other
+rows of a step nor a retry changes it. Log-probabilities are those of the model's own logits, before all that.
+
+The vocabulary is sorted only for a row whose top-k or top-p cut does not lie within its best candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from antiphon.protocol.messages import SamplingParams, TokenLogprobs
+
+CANDIDATES = 512
+"""Best logits looked at before a row is sorted whole."""
+_MASK64 = (1 << 64) - 1
+_LARGEST = 1e30
+"""Bound of 1 / temperature: any difference of two logits times it is beyond exp's range, yet finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What the sampler knows about one row: ``output_token_ids`` are all tokens emitted so far."""
+
+    params: SamplingParams
+    output_token_ids: Sequence[int]
+
+    @property
+    def position(self) -> int:
+        """Index of the token to be chosen among the request's output tokens."""
+        return len(self.output_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen token, or ``token_id`` None when the row's logits are not finite."""
+
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, a pure function of its arguments.
+
+    Two rounds of the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): over the seed, and over that
+    plus the position in steps of the golden ratio.
+    """
+    mixed = _mix(_mix(seed & _MASK64) + (position + 1) * 0x9E3779B97F4A7C15)
+    return (mixed >> 11) * 2.0**-53
+
+
+def _mix(z: int) -> int:
+    z &= _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Choice]:
+    """Choose one token per row.
+
+    Args:
+        logits: [M, V] float32; not changed.
+        rows: M rows, in the order of the logits.
+
+    Returns:
+        M choices.
+    """
+    finite = torch.isfinite(logits.amax(dim=-1)).tolist()
+    adjusted = _adjust(logits, rows)
+    tokens: list[int | None] = [None] * len(rows)
+    groups: dict[str, list[int]] = {"greedy": [], "plain": [], "truncated": []}
+    for index, row in enumerate(rows):
+        if finite[index]:
+            groups[_method(row.params)].append(index)
+    for method, choose in (("greedy", _greedy), ("plain", _plain), ("truncated", _truncated)):
+        chosen = groups[method]
+        if chosen:
+            picked = choose(_rows_of(adjusted, chosen), [rows[i] for i in chosen])
+            for index, token in zip(chosen, picked, strict=True):
+                tokens[index] = token
+    logprobs = _logprobs(logits, rows, tokens)
+    return [Choice(token, logprobs.get(index)) for index, token in enumerate(tokens)]
+
+
+def _method(params: SamplingParams) -> str:
+    if params.temperature == 0:
+        return "greedy"
+    return "truncated" if params.top_k > 0 or params.top_p < 1 else "plain"
+
+
+def _rows_of(logits: Tensor, chosen: Sequence[int]) -> Tensor:
+    """Rows of a matrix without a copy when all are meant."""
+    return logits if len(chosen) == logits.shape[0] else logits[torch.tensor(chosen, device=logits.device)]
+
+
+def _adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Bias, penalties and banned stop ids, [M, V]; the same tensor when no row asks for any."""
+    adjusted = logits
+    for index, row in enumerate(rows):
+        change = _changes(row)
+        banned = row.position < row.params.min_tokens and row.params.stop_token_ids
+        if not change and not banned:
+            continue
+        if adjusted is logits:
+            adjusted = logits.clone()
+        if change:
+            ids = torch.tensor(list(change), device=logits.device)
+            adjusted[index, ids] += torch.tensor(list(change.values()), device=logits.device)
+        if banned:
+            adjusted[index, torch.tensor(row.params.stop_token_ids, device=logits.device)] = -math.inf
+    return adjusted
+
+
+def _changes(row: SamplingRow) -> dict[int, float]:
+    """Token id -> what is added to its logit."""
+    params = row.params
+    change = dict(params.logit_bias)
+    if params.presence_penalty or params.frequency_penalty:
+        for token, times in Counter(row.output_token_ids).items():
+            penalty = params.presence_penalty + params.frequency_penalty * times
+            change[token] = change.get(token, 0.0) - penalty
+    return change
+
+
+def _greedy(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """The highest logit; argmax gives the lowest id among equals."""
+    picked: list[int] = logits.argmax(dim=-1).tolist()
+    return picked
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+
+
+def _weights(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """exp((x - max) / temperature) with min-p applied, [.., V] float32; the best token's weight is 1.
+
+    Their sums are taken in float64: in float32 a running sum over 201,088 weights loses the rare ones.
+    """
+    # In float64 first: a temperature below float32's smallest number must not become a division by zero.
+    scale = (1.0 / _column([row.params.temperature for row in rows], logits)).clamp_max(_LARGEST).float()
+    best = logits.amax(dim=-1, keepdim=True)
+    weights = torch.exp_((logits - best).mul_(scale))
+    if any(row.params.min_p > 0 for row in rows):
+        lowest = _column([row.params.min_p for row in rows], logits).float()
+        weights = weights.masked_fill_(weights < lowest, 0.0)
+    return weights
+
+
+def _draw(cumulative: Tensor, totals: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Inverse transform: the first index whose cumulative weight exceeds u * total.
+
+    Args:
+        cumulative: [M, C] float64, non-decreasing; totals: [M, 1], at most the last cumulative weight.
+
+    Returns:
+        [M] int64. An index of weight zero is never drawn: its cumulative weight equals its predecessor's.
+    """
+    u = _column([uniform(row.params.seed, row.position) for row in rows], cumulative)
+    target = torch.minimum(u * totals, torch.nextafter(totals, torch.zeros_like(totals)))
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+
+
+def _plain(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """No top-k and no top-p: draw from the vocabulary in the order of ids."""
+    cumulative = _weights(logits, rows).cumsum(dim=-1, dtype=torch.float64)
+    picked: list[int] = _draw(cumulative, cumulative[:, -1:], rows).tolist()
+    return picked
+
+
+def _truncated(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """Top-k and top-p, over each row's best candidates, and over the whole row where those fall short."""
+    vocabulary = logits.shape[-1]
+    count = min(vocabulary, max(CANDIDATES, 2 * max(row.params.top_k for row in rows)))
+    weights = _weights(logits, rows)
+    picked, settled = _pick_best(logits, weights, rows, count)
+    if count < vocabulary and not all(settled):
+        rest = [i for i, done in enumerate(settled) if not done]
+        index = torch.tensor(rest, device=logits.device)
+        again, _ = _pick_best(logits[index], weights[index], [rows[i] for i in rest], vocabulary)
+        for i, token in zip(rest, again, strict=True):
+            picked[i] = token
+    return picked
+
+
+def _pick_best(
+    logits: Tensor, weights: Tensor, rows: Sequence[SamplingRow], count: int
+) -> tuple[list[int], list[bool]]:
+    """Draw among the ``count`` best of each row, ordered by logit and then by id.
+
+    Returns:
+        The tokens, and for each row whether they are final: with fewer candidates than the vocabulary, the
+        last kept one must be better than the worst candidate, otherwise the cut, or a tie across it, may lie
+        beyond them.
+    """
+    vocabulary = logits.shape[-1]
+    ids = torch.topk(logits, count, dim=-1, sorted=False).indices if count < vocabulary else None
+    if ids is None:
+        ids = torch.arange(vocabulary, device=logits.device).expand(logits.shape[0], -1)
+    else:
+        ids = ids.sort(dim=-1).values
+    values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(-1, order)
+    kept = weights.gather(-1, ids)
+
+    rank = torch.arange(count, device=logits.device)[None, :]
+    top_k = torch.tensor([row.params.top_k or vocabulary for row in rows], device=logits.device)[:, None]
+    kept = kept.masked_fill(rank >= top_k, 0.0)
+    cumulative = kept.cumsum(dim=-1, dtype=torch.float64)
+    # With top-k the mass that top-p divides is what top-k left; without it, all of the row's.
+    whole = torch.where(
+        top_k < vocabulary, cumulative[:, -1:], weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    )
+    wanted = _column([row.params.top_p for row in rows], logits) * whole
+    # The smallest set that reaches the wanted mass: everything up to and including the first that does.
+    last = torch.searchsorted(cumulative, wanted).clamp_max(count - 1)
+    last = torch.minimum(last, torch.clamp_max(top_k - 1, count - 1))
+    totals = cumulative.gather(-1, last)
+    tokens: list[int] = ids.gather(-1, _draw(cumulative, totals, rows)[:, None]).squeeze(-1).tolist()
+    if count == vocabulary:
+        return tokens, [True] * len(rows)
+    settled: list[bool] = (values.gather(-1, last) > values[:, -1:]).squeeze(-1).tolist()
+    return tokens, settled
+
+
+def _logprobs(
+    logits: Tensor, rows: Sequence[SamplingRow], tokens: Sequence[int | None]
+) -> dict[int, TokenLogprobs]:
+    """Log-probabilities of the rows that ask for them, by row."""
+    asked = [i for i, row in enumerate(rows) if row.params.top_logprobs is not None and tokens[i] is not None]
+    if not asked:
+        return {}
+    selected = _rows_of(logits, asked)
+    normaliser = torch.logsumexp(selected, dim=-1)
+    chosen_ids = torch.tensor([[tokens[i] or 0] for i in asked], device=logits.device)
+    chosen = (selected.gather(-1, chosen_ids).squeeze(-1) - normaliser).tolist()
+    most = max(rows[i].params.top_logprobs or 0 for i in asked)
+    top_values, top_ids = torch.topk(selected, min(most, logits.shape[-1]), dim=-1)
+    top_logprobs = (top_values - normaliser[:, None]).tolist()
+    top_tokens = top_ids.tolist()
+    found = {}
+    for place, index in enumerate(asked):
+        wanted = rows[index].params.top_logprobs or 0
+        pairs = zip(top_tokens[place][:wanted], top_logprobs[place][:wanted], strict=True)
+        best = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
+        found[index] = TokenLogprobs(chosen=chosen[place], top=tuple(best))
+    return found

@@ -1,0 +1,222 @@
+"""Who computes what in the next step: pure policy on plain data, no tensors, no threads, no clock.
+
+Sequences that hold pages are served in the order (priority, arrival). Each running one takes one token, each
+prefilling one a chunk, as long as the step's ``chunk_tokens`` last. When pages run out, the last sequence in
+that order gives its pages back, is one attempt older and goes to the head of the queue. What waits is
+admitted in queue order, and nothing overtakes a head that does not fit.
+
+A PREFILL_ONLY sequence is never preempted, because a peer already counts on its chunks, and takes its chunks
+whole, because their number was announced. It cannot deadlock with another: its full pages are held from the
+start, and a second one begins only in a step that completes the first.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from antiphon.engine.allocation import SequencePages
+from antiphon.engine.batch import Work
+from antiphon.engine.prefix_cache import PrefixHit
+from antiphon.engine.requests import RequestKind
+from antiphon.engine.sequence import Sequence, SequenceStatus
+from antiphon.engine.settings import EngineSettings
+
+_COMPUTING = (SequenceStatus.RUNNING, SequenceStatus.PREFILLING)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step does. ``preempted`` pairs a sequence with the attempt that lost its pages."""
+
+    work: list[Work] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[tuple[Sequence, int]] = field(default_factory=list)
+    budget_tokens: int = 0
+    """Prompt tokens that this step may still compute."""
+    prefill_blocked: bool = False
+    """A prefill under way could not go on, so no other may start."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute and nothing changed."""
+        return not (self.work or self.admitted or self.preempted)
+
+
+class Scheduler:
+    """Owns which sequences wait and which hold pages."""
+
+    def __init__(self, settings: EngineSettings, pages: SequencePages) -> None:
+        self._settings = settings
+        self._pages = pages
+        self._queue: list[Sequence] = []
+        self._active: list[Sequence] = []
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+
+    # ------------------------------------------------------------------------------------------- queries
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences without pages, head first."""
+        return tuple(self._queue)
+
+    @property
+    def active(self) -> tuple[Sequence, ...]:
+        """Sequences with pages, in serving order."""
+        return tuple(self._active)
+
+    def count(self, *statuses: SequenceStatus) -> int:
+        """How many sequences with pages are in one of these states."""
+        return sum(sequence.status in statuses for sequence in self._active)
+
+    # ------------------------------------------------------------------------------------------ commands
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Put a QUEUED or PREEMPTED sequence where it belongs in the queue."""
+        insort(self._queue, sequence, key=lambda waiting: waiting.queue_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence; its pages are the caller's business."""
+        (self._active if sequence in self._active else self._queue).remove(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's pages back and queue it again, one attempt later."""
+        self._pages.release(sequence)
+        sequence.move(SequenceStatus.PREEMPTED)
+        sequence.attempt += 1
+        self._active.remove(sequence)
+        self.enqueue(sequence)
+
+    def schedule(self) -> StepPlan:
+        """Plan one step: grow or preempt what runs, then admit."""
+        plan = StepPlan(budget_tokens=self._settings.chunk_tokens)
+        for sequence in tuple(self._active):
+            if sequence.status is SequenceStatus.RUNNING:
+                self._plan_decode(plan, sequence)
+            elif sequence.status is SequenceStatus.PREFILLING:
+                self._plan_chunk(plan, sequence)
+        if not plan.preempted:
+            while self._queue and self._admit_head(plan):
+                pass
+        return plan
+
+    def complete(self, work: Work) -> None:
+        """The work was computed: its KV is in the pages, and the sequence may leave PREFILLING."""
+        sequence = work.sequence
+        self._pages.advance(sequence, work.end)
+        if work.chunk is not None:
+            sequence.next_chunk = work.chunk + 1
+        if sequence.status is SequenceStatus.PREFILLING and work.end >= sequence.prefill_target:
+            if sequence.kind is RequestKind.PREFILL_ONLY:
+                self._pages.pin(sequence)
+                sequence.move(SequenceStatus.PINNED)
+            else:
+                sequence.move(SequenceStatus.RUNNING)
+
+    def chunks(self, sequence: Sequence) -> int:
+        """Chunks of an admitted PREFILL_ONLY sequence: at least one, even with nothing to compute."""
+        missing = sequence.kv_target - sequence.cached_tokens
+        return max(1, -(-missing // self._settings.chunk_tokens))
+
+    # ------------------------------------------------------------------------------------------- planning
+
+    def _plan_decode(self, plan: StepPlan, sequence: Sequence) -> None:
+        end = len(sequence.token_ids)
+        if self._make_room(plan, sequence, end):
+            plan.work.append(Work(sequence, end - 1, 1, samples=True))
+
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
+        start = sequence.computed_tokens
+        count = self._chunk_tokens(plan, sequence, start)
+        if count is None or not self._make_room(plan, sequence, start + count):
+            plan.prefill_blocked = True
+            return
+        plan.work.append(self._chunk(plan, sequence, start, count))
+
+    def _chunk_tokens(self, plan: StepPlan, sequence: Sequence, start: int) -> int | None:
+        """Tokens of the sequence's next chunk; None when this step has no room for it."""
+        missing = sequence.prefill_target - start
+        count = min(self._settings.chunk_tokens, missing)
+        if count <= plan.budget_tokens:
+            return count
+        if sequence.kind is RequestKind.PREFILL_ONLY or plan.budget_tokens == 0:
+            return None
+        return plan.budget_tokens
+
+    def _chunk(self, plan: StepPlan, sequence: Sequence, start: int, count: int) -> Work:
+        plan.budget_tokens -= count
+        last = start + count >= sequence.prefill_target
+        if sequence.kind is not RequestKind.PREFILL_ONLY:
+            return Work(sequence, start, count, samples=last)
+        return Work(sequence, start, count, samples=False, chunk=sequence.next_chunk, last_chunk=last)
+
+    def _make_room(self, plan: StepPlan, sequence: Sequence, end: int) -> bool:
+        """Extend a sequence to ``end``, preempting from the back; False when it must sit this step out."""
+        while not self._pages.can_extend(sequence, end):
+            victim = next(self._victims(sequence), None)
+            if victim is None:
+                return False
+            plan.preempted.append((victim, victim.attempt))
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        self._pages.extend(sequence, end)
+        return True
+
+    def _victims(self, sequence: Sequence) -> Iterator[Sequence]:
+        """Sequences that may be preempted for this one, last first; at the end itself."""
+        for candidate in reversed(self._active):
+            if candidate.status in _COMPUTING and candidate.kind is not RequestKind.PREFILL_ONLY:
+                yield candidate
+            if candidate is sequence:
+                return
+
+    # ------------------------------------------------------------------------------------------ admission
+
+    def _admit_head(self, plan: StepPlan) -> bool:
+        """Admit the head of the queue if everything it needs is there."""
+        if self.count(*_COMPUTING, SequenceStatus.RESERVED) >= self._settings.max_batch_size:
+            return False
+        sequence = self._queue[0]
+        hit = self._pages.find_hit(sequence)
+        if sequence.kind is RequestKind.REMOTE_KV:
+            admitted = self._admit_remote(plan, sequence, hit)
+        else:
+            admitted = self._admit_prefill(plan, sequence, hit)
+        if admitted:
+            self.prefix_query_tokens += sequence.kv_target
+            self.prefix_hit_tokens += hit.tokens
+            plan.admitted.append(sequence)
+        return admitted
+
+    def _admit_remote(self, plan: StepPlan, sequence: Sequence, hit: PrefixHit) -> bool:
+        complete = hit.tokens == sequence.kv_target
+        reservations = self.count(SequenceStatus.RESERVED)
+        if not complete and reservations >= self._settings.max_reservations_waiting:
+            return False
+        if not self._pages.can_admit(sequence, hit, 0):
+            return False
+        self._pages.admit(sequence, hit, 0)
+        self._activate(sequence, SequenceStatus.RUNNING if complete else SequenceStatus.RESERVED)
+        if complete:
+            plan.work.append(Work(sequence, sequence.kv_target, 1, samples=True))
+        return True
+
+    def _admit_prefill(self, plan: StepPlan, sequence: Sequence, hit: PrefixHit) -> bool:
+        if plan.prefill_blocked:
+            return False
+        count = self._chunk_tokens(plan, sequence, hit.tokens)
+        if count is None or not self._pages.can_admit(sequence, hit, count):
+            return False
+        self._pages.admit(sequence, hit, count)
+        sequence.next_chunk = 0
+        self._activate(sequence, SequenceStatus.PREFILLING)
+        plan.work.append(self._chunk(plan, sequence, hit.tokens, count))
+        return True
+
+    def _activate(self, sequence: Sequence, status: SequenceStatus) -> None:
+        self._queue.remove(sequence)
+        sequence.move(status)
+        insort(self._active, sequence, key=lambda active: active.order)

@@ -1,0 +1,161 @@
+"""One request inside an engine: its tokens, its pages and where it is in its life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from antiphon.engine.prefix_cache import chain_root, page_key
+from antiphon.engine.requests import EngineRequest, RequestKind
+from antiphon.protocol.errors import IllegalTransition
+
+
+class SequenceStatus(StrEnum):
+    """Where a sequence is. The whole life of all three kinds of request::
+
+                          +--------------------- no pages ---------------------+
+                          v                                                    |
+        QUEUED ---> PREFILLING ---> RUNNING ---> FINISHED                      |
+           |            |  |          ^  |                                     |
+           |            |  |          |  +----------> PREEMPTED ---------------+
+           |            |  +----------|-- no pages ------^   |
+           |            v             |                  |   |
+           |          PINNED          +--- kv_ready ---- | --+-----> RESERVED
+           |            |             |                  |              |
+           |            +-- release --|--> FINISHED      +-- kv_lost ---+
+           +------> RESERVED ---------+
+
+    COLOCATED runs QUEUED, PREFILLING, RUNNING. PREFILL_ONLY runs QUEUED, PREFILLING, PINNED. REMOTE_KV runs
+    QUEUED, RESERVED, RUNNING, and skips RESERVED when no KV is missing. PREEMPTED is QUEUED once more, at the
+    head of the queue and one attempt later. Every state may end in FINISHED by an abort or a deadline.
+    """
+
+    QUEUED = "queued"
+    RESERVED = "reserved"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    PINNED = "pinned"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+_STARTS = frozenset(
+    {
+        SequenceStatus.RESERVED,
+        SequenceStatus.PREFILLING,
+        SequenceStatus.RUNNING,
+        SequenceStatus.FINISHED,
+    }
+)
+LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
+    SequenceStatus.QUEUED: _STARTS,
+    SequenceStatus.PREEMPTED: _STARTS,
+    SequenceStatus.RESERVED: frozenset(
+        {SequenceStatus.RUNNING, SequenceStatus.PREEMPTED, SequenceStatus.FINISHED}
+    ),
+    SequenceStatus.PREFILLING: frozenset(
+        {SequenceStatus.RUNNING, SequenceStatus.PINNED, SequenceStatus.PREEMPTED, SequenceStatus.FINISHED}
+    ),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.PREEMPTED, SequenceStatus.FINISHED}),
+    SequenceStatus.PINNED: frozenset({SequenceStatus.FINISHED}),
+    SequenceStatus.FINISHED: frozenset(),
+}
+"""The one table of legal moves."""
+
+
+@dataclass(slots=True)
+class PageTable:
+    """A sequence's pages: ``full[i]`` is logical page i, ``sliding[i]`` is page ``sliding_first + i``.
+
+    Pages before ``sliding_first`` fell out of the window and are no longer the sequence's.
+    """
+
+    full: list[int] = field(default_factory=list)
+    sliding: list[int] = field(default_factory=list)
+    sliding_first: int = 0
+
+
+class Sequence:
+    """State of one request. ``token_ids`` is the prompt and every output token so far.
+
+    ``computed_tokens`` positions have their KV in ``pages``. For a RESERVED sequence that is what the prefix
+    cache gave; the rest up to ``kv_target`` is a peer's to write.
+    """
+
+    def __init__(self, request: EngineRequest, arrival: int, submitted_s: float) -> None:
+        self.request = request
+        self.arrival = arrival
+        """Rank of submission: smaller came first. Kept over preemptions."""
+        self.attempt = request.attempt
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.status = SequenceStatus.QUEUED
+        self.pages = PageTable()
+        self.computed_tokens = 0
+        self.cached_tokens = 0
+        self.published_pages = 0
+        """Logical pages whose content has been offered to the prefix cache."""
+        self.preemptions = 0
+        self.next_chunk = 0
+        """Chunk of a PREFILL_ONLY request to compute next."""
+        self.submitted_s = submitted_s
+        self.queued_s = submitted_s
+        """When it last entered the queue."""
+        self.deadline_s = None if request.deadline_s is None else submitted_s + request.deadline_s
+        self.started_s: float | None = None
+        """When its first step was planned (of the present attempt)."""
+        self.runnable_s: float | None = None
+        """When it first could sample."""
+        self.first_token_s: float | None = None
+        self._page_keys: list[bytes] = []
+
+    def move(self, status: SequenceStatus) -> None:
+        """Change the status.
+
+        Raises:
+            IllegalTransition: the table has no such move.
+        """
+        if status not in LEGAL_MOVES[self.status]:
+            raise IllegalTransition(
+                f"request {self.request.request_id} attempt {self.attempt}: {self.status} -> {status}"
+            )
+        self.status = status
+
+    @property
+    def kind(self) -> RequestKind:
+        """Which part of the life this engine runs."""
+        return self.request.kind
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens so far, those of earlier attempts included."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def kv_target(self) -> int:
+        """Positions whose KV must be there before the last token runs as a decode step."""
+        return len(self.token_ids) - 1
+
+    @property
+    def prefill_target(self) -> int:
+        """Positions that this engine computes before the sequence leaves PREFILLING."""
+        return self.kv_target if self.kind is RequestKind.PREFILL_ONLY else len(self.token_ids)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first among sequences that hold pages; the largest is preempted first."""
+        return self.request.priority, self.arrival
+
+    @property
+    def queue_order(self) -> tuple[int, bool, int]:
+        """Who goes first in the queue: recomputation stands at the head of its priority."""
+        first_time = self.status is not SequenceStatus.PREEMPTED and not self.request.output_token_ids
+        return self.request.priority, first_time, self.arrival
+
+    def page_keys(self, pages: int, page_size: int) -> list[bytes]:
+        """Prefix keys of the first ``pages`` whole pages; computed once, as the sequence grows."""
+        keys = self._page_keys
+        previous = keys[-1] if keys else chain_root(self.request.cache_salt)
+        for page in range(len(keys), pages):
+            previous = page_key(previous, self.token_ids[page * page_size : (page + 1) * page_size])
+            keys.append(previous)
+        return keys[:pages]
