@@ -1,0 +1,137 @@
+"""Which bytes go where: from a source rank's pages to a destination rank's, for any TP on either side.
+
+A page is [layer of the group, kv head, K|V, token, dim], so a range of layers of one page is one run when
+both sides hold the same heads, and one run per layer when they do not. Neighbouring runs are merged, because
+links are fast only with descriptors of megabytes. A pure function of plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.protocol.errors import HandshakeError
+from antiphon.protocol.identity import KvFingerprint
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank of a worker of ``tensor_parallel`` ranks."""
+
+    tensor_parallel: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """Shape of one page group's pages over all ranks.
+
+    Attributes:
+        layers: layers of the group.
+        kv_heads: kv heads of the model.
+        head_bytes: bytes of one head of one layer of one page (K and V).
+    """
+
+    layers: int
+    kv_heads: int
+    head_bytes: int
+
+    def heads(self, shard: Shard) -> range:
+        """Model heads that a rank holds; with more ranks than heads, several ranks hold the same one.
+
+        Raises:
+            HandshakeError: heads and ranks do not divide each other.
+        """
+        ranks, rank = shard.tensor_parallel, shard.rank
+        if self.kv_heads % ranks == 0:
+            each = self.kv_heads // ranks
+            return range(rank * each, (rank + 1) * each)
+        if ranks % self.kv_heads == 0:
+            head = rank // (ranks // self.kv_heads)
+            return range(head, head + 1)
+        raise HandshakeError(f"{self.kv_heads} kv heads cannot be spread over {ranks} ranks")
+
+    def page_bytes(self, shard: Shard) -> int:
+        """Bytes of one page on a rank."""
+        return self.layers * len(self.heads(shard)) * self.head_bytes
+
+    def sender(self, head: int, source_ranks: int, destination_rank: int) -> int:
+        """The source rank that sends a head to a destination rank; replicas take turns."""
+        holders = [rank for rank in range(source_ranks) if head in self.heads(Shard(source_ranks, rank))]
+        return holders[destination_rank % len(holders)]
+
+
+def group_layouts(fingerprint: KvFingerprint) -> dict[str, GroupLayout]:
+    """Page group -> layout.
+
+    Raises:
+        HandshakeError: the fingerprint names a dtype of unknown size.
+    """
+    size = DTYPE_BYTES.get(fingerprint.kv_dtype)
+    if size is None:
+        raise HandshakeError(f"unknown KV dtype {fingerprint.kv_dtype!r}")
+    head_bytes = 2 * fingerprint.page_size_tokens * fingerprint.head_dim * size
+    return {
+        "full": GroupLayout(fingerprint.full_layers, fingerprint.kv_heads, head_bytes),
+        "sliding": GroupLayout(fingerprint.sliding_layers, fingerprint.kv_heads, head_bytes),
+    }
+
+
+def layer_range(layers: int, layer_group: int, layer_groups: int) -> range:
+    """Layers of a page group that belong to one of ``layer_groups`` parts, in order and without overlap."""
+    return range(layer_group * layers // layer_groups, (layer_group + 1) * layers // layer_groups)
+
+
+def plan_runs(
+    layout: GroupLayout,
+    source: Shard,
+    destination: Shard,
+    pages: Sequence[tuple[int, int]],
+    layers: range,
+) -> NDArray[np.int64]:
+    """The runs that one source rank sends to one destination rank.
+
+    Args:
+        pages: (source page, destination page) pairs; no destination page twice.
+        layers: layers of the group to send, a contiguous range.
+
+    Returns:
+        [N, 3] int64 rows of (offset at the source, offset at the destination, length) in bytes from the
+        beginning of each side's memory of this group; N may be 0. Over all source ranks, every byte of
+        ``layers`` of each destination page is written exactly once.
+    """
+    mine, theirs = layout.heads(source), layout.heads(destination)
+    shared = [
+        head
+        for head in theirs
+        if head in mine and layout.sender(head, source.tensor_parallel, destination.rank) == source.rank
+    ]
+    if not shared or not pages or not layers:
+        return np.empty((0, 3), dtype=np.int64)
+    pairs = np.array(sorted(pages), dtype=np.int64)
+    layer = np.arange(layers.start, layers.stop, dtype=np.int64)
+    runs = np.empty((len(pairs), len(layer), 3), dtype=np.int64)
+    for column, heads, page_bytes in (
+        (0, mine, layout.page_bytes(source)),
+        (1, theirs, layout.page_bytes(destination)),
+    ):
+        in_page = layer * len(heads) * layout.head_bytes + (shared[0] - heads.start) * layout.head_bytes
+        runs[:, :, column] = pairs[:, column, None] * page_bytes + in_page
+    runs[:, :, 2] = len(shared) * layout.head_bytes
+    return merge_runs(runs.reshape(-1, 3))
+
+
+def merge_runs(runs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Join each run with its successor where both sides go on without a gap. [N, 3] -> [M, 3], M <= N."""
+    if len(runs) == 0:
+        return runs
+    ends = runs[:-1, :2] + runs[:-1, 2:]
+    first = np.flatnonzero(np.concatenate(([True], (ends != runs[1:, :2]).any(axis=1))))
+    merged = runs[first].copy()
+    merged[:, 2] = np.add.reduceat(runs[:, 2], first)
+    return merged

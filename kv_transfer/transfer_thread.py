@@ -1,0 +1,186 @@
+"""The one thread that owns a transport: posts writes, polls them, takes notifications.
+
+How often it polls: every ``busy_poll_s`` while a write is under way or somebody expects one (``expecting``),
+else every ``idle_poll_s``. Sleeping between polls leaves the cores to the model on a small machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from antiphon.kv_transfer.transport import Copies, Transport, WriteId, WriteState
+from antiphon.protocol.errors import TransferError
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOutcome:
+    """How a write ended. ``error`` is None when every byte is at the destination and notified."""
+
+    error: TransferError | None
+    seconds: float
+
+
+@dataclass(slots=True)
+class _InFlight:
+    write: WriteId
+    posted_at: float
+    on_done: Callable[[WriteOutcome], None]
+    error: TransferError | None = None
+    """Set when it must not complete any more but could not be released yet."""
+    ended: bool = False
+
+
+class TransferThread:
+    """Runs a transport. Callbacks are called on this thread and must only hand over.
+
+    Args:
+        open_transport: makes the transport; called on the thread, which some insist on.
+        on_notification: called with (sender's agent name, payload).
+        on_failure: called once if the thread dies of an unexpected error.
+        write_timeout_s: a longer write is given up; its outcome comes once it cannot land any more.
+    """
+
+    def __init__(
+        self,
+        open_transport: Callable[[], Transport],
+        on_notification: Callable[[str, bytes], None],
+        on_failure: Callable[[BaseException], None],
+        *,
+        write_timeout_s: float,
+        busy_poll_s: float = 0.0003,
+        idle_poll_s: float = 0.01,
+    ) -> None:
+        self._open_transport = open_transport
+        self._on_notification = on_notification
+        self._on_failure = on_failure
+        self._write_timeout_s = write_timeout_s
+        self._busy_poll_s = busy_poll_s
+        self._idle_poll_s = idle_poll_s
+        self._commands: deque[Callable[[Transport], None]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._expecting = 0
+        self._in_flight: list[_InFlight] = []
+        self._thread = threading.Thread(target=self._main, name="kv-transfer", daemon=True)
+
+    def start(self) -> None:
+        """Open the transport and begin."""
+        self._thread.start()
+
+    def run(self, command: Callable[[Transport], T]) -> Future[T]:
+        """Run something that needs the transport; its result or exception is the future's."""
+        future: Future[T] = Future()
+
+        def execute(transport: Transport) -> None:
+            try:
+                future.set_result(command(transport))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._enqueue(execute)
+        return future
+
+    def write(
+        self,
+        peer: str,
+        copies: Sequence[Copies],
+        notification: bytes,
+        on_done: Callable[[WriteOutcome], None],
+    ) -> None:
+        """Post a write. A post that fails is tried once more; ``on_done`` is called exactly once."""
+
+        def post(transport: Transport) -> None:
+            start = time.monotonic()
+            try:
+                try:
+                    write = transport.post_write(peer, copies, notification)
+                except TransferError as error:
+                    _log.warning("post to %s failed, trying once more: %s", peer, error)
+                    write = transport.post_write(peer, copies, notification)
+            except TransferError as error:
+                on_done(WriteOutcome(error, time.monotonic() - start))
+                return
+            self._in_flight.append(_InFlight(write, start, on_done))
+
+        self._enqueue(post)
+
+    def notify(self, peer: str, payload: bytes, on_done: Callable[[WriteOutcome], None]) -> None:
+        """Send a notification that belongs to no write."""
+
+        def send(transport: Transport) -> None:
+            error: TransferError | None = None
+            try:
+                transport.notify(peer, payload)
+            except TransferError as failure:
+                error = failure
+            on_done(WriteOutcome(error, 0.0))
+
+        self._enqueue(send)
+
+    def expect(self, change: int) -> None:
+        """Add to (or take from) the number of things whose notifications are being waited for."""
+        self._expecting += change
+        self._wake.set()
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Close the transport and end; False when the thread did not end in time."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # --------------------------------------------------------------------------------------- on the thread
+
+    def _enqueue(self, command: Callable[[Transport], None]) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _main(self) -> None:
+        try:
+            transport = self._open_transport()
+            try:
+                while not self._stopping:
+                    self._turn(transport)
+            finally:
+                transport.close()
+        except BaseException as error:
+            _log.exception("the transfer thread died")
+            self._on_failure(error)
+
+    def _turn(self, transport: Transport) -> None:
+        self._wake.clear()
+        while self._commands:
+            self._commands.popleft()(transport)
+        for sender, payload in transport.notifications():
+            self._on_notification(sender, payload)
+        for record in self._in_flight:
+            self._poll(transport, record)
+        self._in_flight = [record for record in self._in_flight if not record.ended]
+        busy = bool(self._in_flight) or self._expecting > 0
+        self._wake.wait(self._busy_poll_s if busy else self._idle_poll_s)
+
+    def _poll(self, transport: Transport, record: _InFlight) -> None:
+        seconds = time.monotonic() - record.posted_at
+        state = transport.state(record.write)
+        if state is WriteState.FAILED and record.error is None:
+            record.error = TransferError("transfer", "the transport reported a failed write")
+        if state is WriteState.IN_PROGRESS:
+            if seconds < self._write_timeout_s:
+                return
+            if record.error is None:
+                record.error = TransferError("transfer", f"no completion within {self._write_timeout_s:g} s")
+                _log.warning("giving up a write after %.1f s", seconds)
+        if transport.release(record.write):
+            record.ended = True
+            record.on_done(WriteOutcome(record.error, seconds))
