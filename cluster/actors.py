@@ -18,7 +18,6 @@ from antiphon.protocol.identity import Role, Topology, WorkerAddress
 if TYPE_CHECKING:
     from antiphon.decode_worker.worker import DecodeWorker
     from antiphon.prefill_worker.worker import PrefillWorker
-    from antiphon.router.server import RouterServer
 
 
 class NotStarted(AntiphonError):

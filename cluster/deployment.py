@@ -52,7 +52,10 @@ class Deployment:
 
     async def _poll_ready(self) -> None:
         async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
-            while not self.urls or not all([await _answers_ready(client, url) for url in self.urls]):
+            while True:
+                answers = [await _answers_ready(client, url) for url in self.urls]
+                if answers and all(answers):
+                    return
                 await asyncio.sleep(READY_POLL_S)
 
 

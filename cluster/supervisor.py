@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -29,6 +29,9 @@ log = structlog.get_logger("antiphon.supervisor")
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
+STOP_GRACE_S = 5.0
+"""What a process gets, beyond the time to drain, to end its threads and links before it is killed."""
+
 STEADY_S = 60.0
 """A member that ran for this long starts again without a history of failures."""
 
@@ -134,8 +137,9 @@ class Supervisor:
             return True
         left_s = max(0.0, deadline - time.monotonic())
         try:
-            drained = await asyncio.wait_for(member.handle.drain(left_s), left_s + 1.0)
-            await asyncio.wait_for(member.handle.stop(), 5.0)
+            async with asyncio.timeout(left_s + STOP_GRACE_S):
+                drained = await member.handle.drain(left_s)
+                await member.handle.stop()
         except (ProcessDied, TimeoutError) as error:
             log.warning("unclean stop", worker_id=member.spec.worker_id, reason=str(error) or "timed out")
             return False
@@ -200,7 +204,8 @@ class Supervisor:
         try:
             while not dead.done():
                 try:
-                    member.status = await asyncio.wait_for(handle.status(), self._lease_s)
+                    async with asyncio.timeout(self._lease_s):
+                        member.status = await handle.status()
                     heard = time.monotonic()
                 except TimeoutError:
                     pass
@@ -255,7 +260,8 @@ class Supervisor:
         if handle is None:
             return
         try:
-            await _within(handle.set_topology(topology), self._lease_s)
+            async with asyncio.timeout(self._lease_s):
+                await handle.set_topology(topology)
         except (ProcessDied, TimeoutError) as error:
             # The member's own watch decides about its life; it is told again after its next answer.
             log.warning("not told", worker_id=member.spec.worker_id, reason=str(error) or "timed out")
@@ -266,7 +272,3 @@ class Supervisor:
     def _give_up(self, error: Exception) -> None:
         if self._fatal is not None and not self._fatal.done():
             self._fatal.set_exception(error)
-
-
-async def _within(awaitable: Awaitable[None], timeout_s: float) -> None:
-    await asyncio.wait_for(awaitable, timeout_s)
