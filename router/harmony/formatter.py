@@ -1,0 +1,94 @@
+"""The Harmony format behind the router's ``ChatFormatter`` seam."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+
+from antiphon.router.conversation import Conversation, ToolChoiceMode
+from antiphon.router.formatter import InvalidPrompt, RenderedPrompt
+from antiphon.router.harmony.markers import END_OF_TEXT, RETURN, START, STOP_IDS
+from antiphon.router.harmony.parser import HarmonyParser
+from antiphon.router.harmony.prompt import FUNCTIONS, call_message, conversation_messages, offered_tools
+from antiphon.router.harmony.recipients import ToolPolicy
+from antiphon.router.harmony.vocabulary import Vocabulary, load_vocabulary
+
+
+def today() -> str:
+    """The current date in UTC, ``YYYY-MM-DD``."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+class HarmonyFormatter:
+    """Renders prompts and makes parsers; implements ``ChatFormatter``.
+
+    ``current_date`` gives the date that prompts name, ``YYYY-MM-DD``; a constant one makes prompts, and with
+    them cached prefixes, independent of the day.
+    """
+
+    def __init__(self, vocabulary: Vocabulary | None = None, current_date: Callable[[], str] = today) -> None:
+        self.vocabulary = vocabulary or load_vocabulary()
+        self._current_date = current_date
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are in ``range(vocabulary_size)``."""
+        return self.vocabulary.size
+
+    @property
+    def end_of_text_ids(self) -> tuple[int, ...]:
+        """Ids that end a plain text completion."""
+        return (END_OF_TEXT, RETURN)
+
+    def render(self, conversation: Conversation) -> RenderedPrompt:
+        """Token ids of a conversation up to ``<|start|>assistant`` and a forced call's header.
+
+        Raises:
+            InvalidPrompt: the conversation breaks a rule of the format; names the field.
+        """
+        ids: list[int] = []
+        for message in conversation_messages(conversation, self._current_date()):
+            ids += message.token_ids(self.vocabulary)
+        ids += (START, *self.vocabulary.encode("assistant"))
+        forced = self._forced_header(conversation)
+        return RenderedPrompt(
+            token_ids=ids + forced,
+            stop_token_ids=STOP_IDS,
+            tool_names=frozenset(tool.name for tool in offered_tools(conversation)),
+            forced_token_ids=tuple(forced),
+            tool_calls_allowed=conversation.tool_choice.mode is not ToolChoiceMode.NONE,
+            max_tool_calls=None if conversation.parallel_tool_calls else 1,
+        )
+
+    def parser(self, prompt: RenderedPrompt) -> HarmonyParser:
+        """A new parser for one answer to ``prompt``."""
+        policy = ToolPolicy(
+            names=prompt.tool_names or None,
+            surface=prompt.tool_calls_allowed,
+            max_calls=prompt.max_tool_calls,
+        )
+        return HarmonyParser(self.vocabulary.pieces, policy, prompt.forced_token_ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text; marker text such as ``<|end|>`` stays text."""
+        return self.vocabulary.encode(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, for any id below ``vocabulary_size``."""
+        return self.vocabulary.pieces[token_id]
+
+    def _forced_header(self, conversation: Conversation) -> list[int]:
+        """The header of the call that ``tool_choice`` demands, as far as it is known beforehand."""
+        choice = conversation.tool_choice
+        if choice.mode not in (ToolChoiceMode.NAMED, ToolChoiceMode.REQUIRED):
+            return []
+        names = [tool.name for tool in conversation.tools]
+        if not names or (choice.name is not None and choice.name not in names):
+            raise InvalidPrompt(
+                "tool_choice demands a call of a function that is not declared", "tool_choice"
+            )
+        name = choice.name or (names[0] if len(names) == 1 else None)
+        if name is None:
+            return self.vocabulary.encode(f" to={FUNCTIONS}.")
+        header = call_message(name, "")
+        return header.token_ids(self.vocabulary)[2:-1]

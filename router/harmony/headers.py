@@ -1,0 +1,237 @@
+"""Reading a message's header leniently, from its decoded text.
+
+The format's header is ``role to=recipient<|channel|>channel to=recipient <|constrain|>type``. Models
+repeat parts of it, glue them together, misspell them, leave out markers, and forget the ``<|message|>`` that
+ends it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+from antiphon.router.harmony.markers import CHANNEL, CONSTRAIN, START
+
+
+class Channel(StrEnum):
+    """Where a message goes."""
+
+    ANALYSIS = "analysis"
+    COMMENTARY = "commentary"
+    FINAL = "final"
+
+
+class Origin(Enum):
+    """How a header began."""
+
+    PROMPT = "prompt"
+    """The prompt ended with ``<|start|>assistant``: the role has been written."""
+    MARKED = "marked"
+    """The model wrote ``<|start|>``."""
+    IMPLIED = "implied"
+    """Text or a header marker follows the end of a message without ``<|start|>``."""
+    INLINE = "inline"
+    """``<|channel|>`` stands inside a message that was not ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderPart:
+    """A marker (``START`` stands for the beginning, written or not) and the text after it."""
+
+    marker: int
+    text: str
+
+
+@dataclass(slots=True)
+class HeaderReading:
+    """What a header says.
+
+    ``body`` is text that belongs to the message, found in a header that has no ``<|message|>``. ``headless``
+    means that nothing was recognised: all of it is body. ``garbled`` means that a channel runs into other
+    text, which cannot be trusted to be meant for the user.
+    """
+
+    channel: Channel | None = None
+    recipients: list[str] = field(default_factory=list)
+    foreign_author: bool = False
+    body: str = ""
+    headless: bool = False
+    garbled: bool = False
+    repairs: list[str] = field(default_factory=list)
+
+
+_RECIPIENT = re.compile(r"""to\s*=\s*["'`]?((?:functions\.\s*)?[^\s<{\["'`(]*)["'`]?""")
+_NAMESPACED = re.compile(r"functions\.[^\s<{\[\"'`(]+")
+_CHANNEL_NAMES = "analysis|commentary|final"
+_CHANNEL_WORD = re.compile(rf"({_CHANNEL_NAMES})", re.IGNORECASE)
+_BARE_CHANNEL = re.compile(rf"\s*({_CHANNEL_NAMES})(?![a-z_'’-])")
+_CONTENT_TYPE = re.compile(r"""(?:json|code)(?=[\s{\["]|$)""")
+_ASSISTANT = re.compile(r"\s*(?:assistant)+(?::\S+(?=\s|$))?")
+_FOREIGN_AUTHOR = re.compile(
+    r"\s*(?:(?:user|system|developer|tool|python|browser)(?:[.:]\S+)?(?=\s|$)|functions\.\S+\s+to=assistant)"
+)
+_WORD = re.compile(r"[^\s{\[<]+")
+_JUNK_WORD = re.compile(r"\S+")
+_ALIASES = {
+    "thinking": Channel.ANALYSIS,
+    "thought": Channel.ANALYSIS,
+    "reasoning": Channel.ANALYSIS,
+    "answer": Channel.FINAL,
+    "response": Channel.FINAL,
+}
+_SHORTEST_STEM = 4
+"""Letters by which a cut-off channel name is still recognised (``comment``)."""
+_HEADER_WORDS = (*Channel, "assistant", "to=functions.", "json", "code")
+
+
+def read_header(parts: Sequence[HeaderPart], origin: Origin, *, ended: bool) -> HeaderReading:
+    """Read a header; ``ended`` says that ``<|message|>`` closed it, so that none of it is body."""
+    return _HeaderScanner(parts, origin, ended).reading
+
+
+def is_cut_header(text: str) -> bool:
+    """Whether an output that stops here stopped inside a word of a header."""
+    word = text.strip()
+    return any(expected.startswith(word) for expected in _HEADER_WORDS)
+
+
+class _HeaderScanner:
+    """Consumes a header from left to right; what it does not recognise is junk, or the body."""
+
+    def __init__(self, parts: Sequence[HeaderPart], origin: Origin, ended: bool) -> None:
+        self.reading = HeaderReading()
+        self._origin = origin
+        self._ended = ended
+        self._alone = len(parts) == 1
+        for number, part in enumerate(parts):
+            body_may_follow = not ended and number == len(parts) - 1
+            position = self._opening(part)
+            self._rest(part, position, body_may_follow)
+        if len(self.reading.recipients) > 1:
+            self.reading.repairs.append("recipient_repeated")
+        if sum(part.marker == CHANNEL for part in parts) > 1:
+            self.reading.repairs.append("channel_repeated")
+
+    def _opening(self, part: HeaderPart) -> int:
+        """Where the part goes on after what its marker announces."""
+        if part.marker == START:
+            return self._author(part.text)
+        if part.marker == CHANNEL:
+            return self._channel(part.text)
+        if part.marker == CONSTRAIN:
+            word = re.match(r"\s*[a-z]*", part.text)
+            return word.end() if word else 0
+        raise ValueError(f"marker {part.marker} does not belong into a header")
+
+    def _author(self, text: str) -> int:
+        certain = self._ended or not self._alone
+        written = self._origin in (Origin.MARKED, Origin.IMPLIED)
+        if written and certain and (foreign := _FOREIGN_AUTHOR.match(text)):
+            self.reading.foreign_author = True
+            return foreign.end()
+        assistant = _ASSISTANT.match(text)
+        if assistant is None:
+            return 0
+        if certain or self._origin is Origin.MARKED or _CHANNEL_WORD.match(text, assistant.end()):
+            if self._origin is not Origin.MARKED or assistant.group().strip() != "assistant":
+                self.reading.repairs.append("header_author")
+            return assistant.end()
+        return 0
+
+    def _channel(self, text: str) -> int:
+        start = len(text) - len(text.lstrip())
+        word = _WORD.match(text, start)
+        if word is None or _RECIPIENT.match(text, start):
+            self.reading.repairs.append("channel_missing")
+            return start
+        known = _CHANNEL_WORD.match(text, start)
+        if known is not None:
+            return self._known_channel(text, known, word.end())
+        name = word.group().strip(".,:;!?*_-").lower()
+        channel = _ALIASES.get(name)
+        if channel is None and len(name) >= _SHORTEST_STEM:
+            channel = next((one for one in Channel if one.startswith(name)), None)
+        self.reading.repairs.append("channel_unknown")
+        if channel is None:
+            return word.end() if self._ended else start
+        self.reading.channel = channel
+        return word.end()
+
+    def _known_channel(self, text: str, known: re.Match[str], word_end: int) -> int:
+        name = known.group()
+        tail = text[known.end() : word_end]
+        follows_cleanly = (
+            not tail
+            or _RECIPIENT.match(text, known.end()) is not None
+            or _CONTENT_TYPE.match(text, known.end()) is not None
+        )
+        self.reading.channel = Channel(name.lower())
+        if name != name.lower():
+            self.reading.repairs.append("channel_case")
+        if follows_cleanly:
+            return known.end()
+        self.reading.repairs.append("channel_glued")
+        if self._ended:
+            return word_end
+        # "finalHello" is a channel and a sentence; "commentary?" and "finally" are neither.
+        if not (tail[0].isupper() or tail[0] == '"'):
+            self.reading.garbled = True
+        return known.end()
+
+    def _rest(self, part: HeaderPart, position: int, body_may_follow: bool) -> None:
+        text = part.text
+        reading = self.reading
+        opened = position
+        while True:
+            position += len(text[position:]) - len(text[position:].lstrip())
+            if position == len(text):
+                return
+            if (found := self._recognised(part, position)) is not None:
+                position = found
+                continue
+            if body_may_follow:
+                reading.headless = part.marker == START and not reading.recipients and reading.channel is None
+                # Without any header the text is taken as it is; behind one, the space that parts them is not.
+                reading.body = text[opened:] if reading.headless else text[position:]
+                return
+            junk = _JUNK_WORD.match(text, position)
+            if junk is None:
+                return
+            reading.repairs.append("header_junk")
+            position = junk.end()
+
+    def _recognised(self, part: HeaderPart, position: int) -> int | None:
+        """The end of the recipient, bare channel or content type that stands at ``position``."""
+        text = part.text
+        reading = self.reading
+        if (recipient := _RECIPIENT.match(text, position)) is not None and recipient.group(1):
+            reading.recipients.append("".join(recipient.group(1).split()))
+            return recipient.end()
+        if (named := _NAMESPACED.match(text, position)) is not None:
+            reading.recipients.append(named.group())
+            reading.repairs.append("recipient_unmarked")
+            return named.end()
+        if part.marker == START and self._is_bare_channel(part, position):
+            word = _CHANNEL_WORD.match(text, position)
+            if word is not None:
+                reading.channel = Channel(word.group())
+                reading.repairs.append("channel_unmarked")
+                return word.end()
+        in_header = part.marker != START or reading.channel is not None or bool(reading.recipients)
+        if in_header and (content_type := _CONTENT_TYPE.match(text, position)) is not None:
+            return content_type.end()
+        return None
+
+    def _is_bare_channel(self, part: HeaderPart, position: int) -> bool:
+        """Whether a channel's name without its marker is meant as one, and not as a word of a sentence."""
+        if self.reading.channel is not None:
+            return False
+        word = _BARE_CHANNEL.match(part.text, position)
+        if word is None:
+            return False
+        if self._ended or self._origin is not Origin.PROMPT or self.reading.recipients:
+            return True
+        before, after = part.text[:position][-1:], part.text[word.end() :][:1]
+        return not self._alone or bool(before.strip()) or after.isupper() or after in ("{", "[", '"')

@@ -1,0 +1,301 @@
+"""Token ids of one answer as reasoning, content and tool calls, tolerantly and as they come.
+
+The parser is always in one of three states: between messages, in a header, in a body. It never looks ahead:
+what a token does depends on the tokens before it only, so that the deltas do not depend on how tokens are
+grouped into steps. Every deviation from the format has one meaning and is counted by kind.
+"""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from collections import Counter
+from collections.abc import Sequence
+from enum import Enum
+
+from antiphon.protocol.messages import FinishReason
+from antiphon.router.formatter import ChatDelta, OutputRegion, ParserOutcome
+from antiphon.router.harmony.answer import AnswerWriter, Sink
+from antiphon.router.harmony.headers import (
+    Channel,
+    HeaderPart,
+    HeaderReading,
+    Origin,
+    is_cut_header,
+    read_header,
+)
+from antiphon.router.harmony.markers import (
+    CHANNEL,
+    CONSTRAIN,
+    END_OF_TEXT,
+    FIRST_SPECIAL,
+    MESSAGE,
+    START,
+    TERMINATORS,
+    VOCABULARY_SIZE,
+)
+from antiphon.router.harmony.recipients import VISIBLE_RECIPIENTS, ToolPolicy, function_of
+
+HEADER_LIMIT_BYTES = 256
+"""A header longer than this is text whose header is missing; until then it is held back."""
+
+_NOT_UTF8 = b"\xff"
+
+
+class _State(Enum):
+    BETWEEN = "between"
+    HEADER = "header"
+    BODY = "body"
+
+
+class HarmonyParser:
+    """Incremental parser of what follows ``<|start|>assistant``; implements ``OutputParser``.
+
+    ``pieces`` are the bytes of every token id. ``forced_ids`` were put behind ``<|start|>assistant`` by the
+    prompt; their deltas come with the first ``feed``.
+    """
+
+    def __init__(self, pieces: Sequence[bytes], tools: ToolPolicy, forced_ids: Sequence[int] = ()) -> None:
+        self._pieces = pieces
+        self._tools = tools
+        self._repairs: Counter[str] = Counter()
+        self._writer = AnswerWriter(self._repairs)
+        self._state = _State.HEADER
+        self._origin = Origin.PROMPT
+        self._header: list[tuple[int, bytearray]] = [(START, bytearray())]
+        self._header_bytes = 0
+        self._partial = b""
+        self._last_was_body = False
+        self._reasoning_tokens = 0
+        for token in forced_ids:
+            self._take(token)
+        self._last_was_body = False
+        self._reasoning_tokens = 0
+
+    @property
+    def region(self) -> OutputRegion:
+        """The region of the last token fed; STRUCTURE before the first."""
+        return self._writer.sink.value if self._last_was_body else OutputRegion.STRUCTURE
+
+    def feed(self, token_ids: Sequence[int]) -> list[ChatDelta]:
+        """Take the next output tokens, stop token included; the deltas they complete, in order."""
+        for token in token_ids:
+            self._take(token)
+        return self._writer.take()
+
+    def finish(self, reason: FinishReason) -> ParserOutcome:
+        """End the answer; the rest of a code point is U+FFFD, a header that was cut short is dropped."""
+        if self._state is _State.HEADER:
+            self._cut_header()
+        self._close_body(complete=reason is FinishReason.STOP)
+        self._writer.settle()
+        return ParserOutcome(
+            deltas=tuple(self._writer.take()),
+            tool_calls=self._writer.calls,
+            reasoning_tokens=self._reasoning_tokens,
+            repairs=dict(self._repairs),
+        )
+
+    # ------------------------------------------------------------------------------------------- tokens
+
+    def _take(self, token: int) -> None:
+        if 0 <= token < FIRST_SPECIAL:
+            piece = self._pieces[token]
+        elif 0 <= token < VOCABULARY_SIZE:
+            self._last_was_body = False
+            self._marker(token)
+            return
+        else:
+            self._repairs["unknown_token"] += 1
+            piece = _NOT_UTF8
+        if self._state is _State.BODY:
+            self._body_piece(piece)
+        else:
+            self._last_was_body = False
+            self._header_piece(piece)
+
+    def _body_piece(self, piece: bytes) -> None:
+        if self._partial:
+            piece = self._partial + piece
+        text, used = utf_8_decode(piece, "replace", False)
+        self._partial = piece[used:]
+        self._writer.write(text)
+        self._last_was_body = True
+        if self._writer.sink is Sink.REASONING:
+            self._reasoning_tokens += 1
+
+    def _header_piece(self, piece: bytes) -> None:
+        if self._state is _State.BETWEEN:
+            self._repairs["start_missing"] += 1
+            self._begin_header(Origin.IMPLIED)
+        self._header[-1][1].extend(piece)
+        self._header_bytes += len(piece)
+        if self._header_bytes > HEADER_LIMIT_BYTES:
+            self._overlong_header()
+        elif b"{" in piece or b"[" in piece:
+            self._json_in_header()
+
+    def _marker(self, token: int) -> None:
+        if token == START:
+            self._start()
+        elif token == MESSAGE:
+            self._message()
+        elif token in (CHANNEL, CONSTRAIN):
+            self._header_marker(token)
+        elif token in TERMINATORS:
+            self._terminator(token)
+        else:
+            self._repairs["reserved_token"] += 1
+
+    # ------------------------------------------------------------------------------------------ markers
+
+    def _start(self) -> None:
+        if self._state is _State.BODY:
+            self._repairs["end_missing"] += 1
+            self._close_body(complete=True)
+        elif self._state is _State.HEADER:
+            self._repairs["start_repeated"] += 1
+            self._abandoned_header()
+        self._begin_header(Origin.MARKED)
+
+    def _message(self) -> None:
+        if self._state is _State.BODY:
+            self._repairs["stray_marker"] += 1
+            return
+        if self._state is _State.BETWEEN:
+            self._repairs["start_missing"] += 1
+            self._begin_header(Origin.IMPLIED)
+        self._open_body(read_header(self._parts(), self._origin, ended=True))
+
+    def _header_marker(self, token: int) -> None:
+        if self._state is _State.BODY:
+            if token == CONSTRAIN:
+                self._repairs["stray_marker"] += 1
+                return
+            self._repairs["end_missing"] += 1
+            self._close_body(complete=True)
+            self._begin_header(Origin.INLINE)
+        elif self._state is _State.BETWEEN:
+            self._repairs["start_missing"] += 1
+            self._begin_header(Origin.IMPLIED)
+        self._header.append((token, bytearray()))
+
+    def _terminator(self, token: int) -> None:
+        if self._state is _State.BODY:
+            self._close_body(complete=True)
+        elif self._state is _State.HEADER:
+            self._abandoned_header()
+        elif token != END_OF_TEXT:
+            self._repairs["stray_terminator"] += 1
+        self._state = _State.BETWEEN
+
+    # ------------------------------------------------------------------------------------------ headers
+
+    def _begin_header(self, origin: Origin) -> None:
+        self._state = _State.HEADER
+        self._origin = origin
+        self._header = [(START, bytearray())]
+        self._header_bytes = 0
+
+    def _parts(self) -> list[HeaderPart]:
+        return [HeaderPart(marker, text.decode("utf-8", "replace")) for marker, text in self._header]
+
+    def _is_empty_header(self) -> bool:
+        return self._header_bytes == 0 and len(self._header) == 1
+
+    def _abandoned_header(self) -> None:
+        """A header that ended without ``<|message|>``: what is not header in it is the message."""
+        if self._is_empty_header():
+            return
+        self._repairs["message_missing"] += 1
+        reading = read_header(self._parts(), self._origin, ended=False)
+        if reading.headless:
+            self._repairs["header_missing"] += 1
+            self._writer.hold(reading.body)
+            return
+        if reading.garbled and not any(character.isalnum() for character in reading.body):
+            self._repairs["header_dropped"] += 1
+            return
+        if reading.body or reading.recipients:
+            self._open_body(reading)
+            self._close_body(complete=True)
+
+    def _cut_header(self) -> None:
+        """A header that the end of the output cut short: a call in it may lack half its name."""
+        if self._is_empty_header():
+            return
+        reading = read_header(self._parts(), self._origin, ended=False)
+        if is_cut_header(reading.body) or reading.recipients:
+            self._repairs["header_cut"] += 1
+            return
+        self._abandoned_header()
+
+    def _json_in_header(self) -> None:
+        """An opening bracket behind a readable header starts the message even without ``<|message|>``."""
+        reading = read_header(self._parts(), self._origin, ended=False)
+        if reading.body[:1] in ("{", "[") and not reading.headless and not reading.garbled:
+            self._repairs["message_missing"] += 1
+            self._open_body(reading)
+
+    def _overlong_header(self) -> None:
+        self._repairs["message_missing"] += 1
+        reading = read_header(self._parts(), self._origin, ended=False)
+        if reading.headless:
+            self._repairs["header_missing"] += 1
+        self._open_body(reading)
+
+    # ------------------------------------------------------------------------------------------- bodies
+
+    def _open_body(self, reading: HeaderReading) -> None:
+        self._repairs.update(reading.repairs)
+        self._state = _State.BODY
+        self._route(reading)
+        self._writer.write(reading.body)
+
+    def _close_body(self, *, complete: bool) -> None:
+        if self._state is _State.BODY:
+            if self._partial:
+                self._repairs["code_point_cut"] += 1
+                self._writer.write(utf_8_decode(self._partial, "replace", True)[0])
+                self._partial = b""
+            self._writer.close(complete=complete)
+        self._state = _State.BETWEEN
+
+    def _route(self, reading: HeaderReading) -> None:
+        if reading.foreign_author:
+            self._repairs["foreign_author"] += 1
+            self._writer.open(Sink.REASONING)
+        elif (name := self._called_function(reading)) is not None:
+            if reading.channel is not Channel.COMMENTARY:
+                self._repairs["call_channel"] += 1
+            self._writer.open_call(name)
+        elif self._is_for_machinery(reading) or reading.garbled or reading.channel is Channel.ANALYSIS:
+            self._writer.open(Sink.REASONING)
+        elif reading.channel is Channel.FINAL:
+            self._writer.open_final()
+        else:
+            self._writer.open(Sink.CONTENT)
+
+    def _called_function(self, reading: HeaderReading) -> str | None:
+        """The function that the message calls, if it calls one that may be surfaced."""
+        for recipient in reading.recipients:
+            function = function_of(recipient, self._tools.names)
+            if function is None:
+                continue
+            if not self._tools.surface:
+                self._repairs["call_not_allowed"] += 1
+                return None
+            if self._tools.max_calls is not None and self._writer.calls >= self._tools.max_calls:
+                self._repairs["call_beyond_limit"] += 1
+                return None
+            if function.repair is not None:
+                self._repairs[function.repair.value] += 1
+            return function.name
+        return None
+
+    def _is_for_machinery(self, reading: HeaderReading) -> bool:
+        """Whether the message is addressed to something that is neither a reader nor a surfaced function."""
+        hidden = [one for one in reading.recipients if one not in VISIBLE_RECIPIENTS]
+        if not hidden or reading.channel is Channel.FINAL:
+            return False
+        self._repairs["recipient_unknown"] += 1
+        return True
