@@ -94,3 +94,12 @@ class DecodeActor(WorkerActor):
     """Hosts one decode worker."""
 
     ROLE = Role.DECODE
+
+
+def _bind_host(config: DeploymentConfig) -> str:
+    """Where a worker listens: loopback in a private cluster, this node's own address in a shared one."""
+    if config.ray.address is None:
+        return "127.0.0.1"
+    import ray
+
+    return str(ray.util.get_node_ip_address())
