@@ -71,6 +71,7 @@ class TransferThread:
         self._stopping = False
         self._expecting = 0
         self._in_flight: list[_InFlight] = []
+        self._not_ready: list[Callable[[Transport], None]] = []
         self._thread = threading.Thread(target=self._main, name="kv-transfer", daemon=True)
 
     def start(self) -> None:
@@ -112,7 +113,13 @@ class TransferThread:
                 return
             self._in_flight.append(_InFlight(write, start, on_done))
 
-        self._enqueue(post)
+        def post_when_ready(transport: Transport) -> None:
+            if source_ready is None or source_ready():
+                post(transport)
+            else:
+                self._not_ready.append(post_when_ready)
+
+        self._enqueue(post_when_ready)
 
     def notify(self, peer: str, payload: bytes, on_done: Callable[[WriteOutcome], None]) -> None:
         """Send a notification that belongs to no write."""
@@ -160,6 +167,8 @@ class TransferThread:
 
     def _turn(self, transport: Transport) -> None:
         self._wake.clear()
+        self._commands.extendleft(reversed(self._not_ready))
+        self._not_ready.clear()
         while self._commands:
             self._commands.popleft()(transport)
         for sender, payload in transport.notifications():
@@ -167,7 +176,7 @@ class TransferThread:
         for record in self._in_flight:
             self._poll(transport, record)
         self._in_flight = [record for record in self._in_flight if not record.ended]
-        busy = bool(self._in_flight) or self._expecting > 0
+        busy = bool(self._in_flight or self._not_ready) or self._expecting > 0
         self._wake.wait(self._busy_poll_s if busy else self._idle_poll_s)
 
     def _poll(self, transport: Transport, record: _InFlight) -> None:

@@ -1,0 +1,100 @@
+"""What two workers tell each other before a KV byte moves, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from antiphon.kv_transfer.plan import GroupLayout, Shard, group_layouts
+from antiphon.kv_transfer.transport import Memory
+from antiphon.protocol.errors import HandshakeError
+from antiphon.protocol.identity import KvFingerprint
+from antiphon.protocol.messages import KvHello, KvWelcome, MemoryRegion, RankMemory
+
+
+@dataclass(frozen=True, slots=True)
+class RankPages:
+    """Where one rank of a worker keeps its pages."""
+
+    shard: Shard
+    agent_name: str
+    spans: Mapping[str, Memory]
+    """Page group -> its registered memory, page after page."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerKv:
+    """A worker that KV may move to or from."""
+
+    worker_id: str
+    epoch: int
+    ranks: tuple[RankPages, ...]
+
+    @property
+    def agent_names(self) -> frozenset[str]:
+        """Transfer agents of its ranks."""
+        return frozenset(rank.agent_name for rank in self.ranks)
+
+
+def agent_name(worker_id: str, epoch: int, rank: int) -> str:
+    """The name of a rank's transfer agent; no other life of the worker has it."""
+    return f"{worker_id}/{epoch:x}/{rank}"
+
+
+def span_of(region: MemoryRegion) -> Memory:
+    """A region as registered memory."""
+    return Memory(region.address, region.pages * region.page_bytes, region.memory, region.device)
+
+
+def rank_pages(layouts: Mapping[str, GroupLayout], tensor_parallel: int, memory: RankMemory) -> RankPages:
+    """One rank's pages, checked against what its layout says they must be.
+
+    Raises:
+        HandshakeError: a group is missing, or its pages have another size.
+    """
+    shard = Shard(tensor_parallel, memory.rank)
+    spans = {}
+    for group, layout in layouts.items():
+        region = next((region for region in memory.regions if region.group == group), None)
+        if region is None:
+            raise HandshakeError(f"rank {memory.rank} registered no {group} pages")
+        if region.page_bytes != layout.page_bytes(shard):
+            raise HandshakeError(
+                f"{group} pages of rank {memory.rank}: {region.page_bytes} bytes there, "
+                f"{layout.page_bytes(shard)} by the fingerprint"
+            )
+        spans[group] = span_of(region)
+    return RankPages(shard, memory.agent_name, spans)
+
+
+def check_peer(mine: KvFingerprint, theirs: KvHello | KvWelcome) -> PeerKv:
+    """The peer's pages, if its KV means the same as ours.
+
+    Raises:
+        HandshakeError: it does not; one line names every difference with both values.
+    """
+    differences = mine.differences(theirs.fingerprint)
+    if differences:
+        raise HandshakeError("; ".join(differences))
+    if [memory.rank for memory in theirs.ranks] != list(range(theirs.tensor_parallel)):
+        raise HandshakeError(
+            f"{theirs.worker_id} has {theirs.tensor_parallel} ranks and describes "
+            f"{[memory.rank for memory in theirs.ranks]}"
+        )
+    layouts = group_layouts(mine)
+    ranks = tuple(rank_pages(layouts, theirs.tensor_parallel, memory) for memory in theirs.ranks)
+    return PeerKv(theirs.worker_id, theirs.epoch, ranks)
+
+
+def page_pairs(
+    logical_and_local: Sequence[tuple[int, int]], remote_pages: Sequence[int], first_logical: int
+) -> list[tuple[int, int]]:
+    """(local page, remote page) for the logical pages that the remote side wants.
+
+    ``remote_pages[i]`` is the remote page of logical page ``first_logical + i``.
+    """
+    return [
+        (local, remote_pages[logical - first_logical])
+        for logical, local in logical_and_local
+        if 0 <= logical - first_logical < len(remote_pages)
+    ]

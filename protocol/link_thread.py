@@ -1,0 +1,79 @@
+"""A thread with an asyncio loop of its own, where a worker keeps its links and its state machines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LinkThread:
+    """Runs callables on its loop; state that only they touch needs no lock.
+
+    Args:
+        on_failure: called on the loop with every exception that a posted callable or a link callback raised.
+    """
+
+    def __init__(self, name: str, on_failure: Callable[[BaseException], None]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._on_failure = on_failure
+        self._loop.set_exception_handler(self._unhandled)
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run on the loop and return its result; not from the loop itself."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("call would wait for its own thread")
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._loop.call_soon_threadsafe(run)
+        return future.result()
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Run on the loop soon, in the order of posting. After ``stop`` nothing runs any more."""
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+    def later(self, delay_s: float, function: Callable[..., object], *args: object) -> asyncio.TimerHandle:
+        """Run on the loop after a delay; from the loop only."""
+        return self._loop.call_later(delay_s, function, *args)
+
+    def when_done(self, future: Future[T], then: Callable[[Future[T]], None]) -> None:
+        """Run ``then`` on the loop once the future has a result or an exception."""
+        future.add_done_callback(lambda done: self.post(then, done))
+
+    def stop(self) -> None:
+        """Stop the loop and end the thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        if not self._loop.is_closed():
+            self._loop.close()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)
+        error = context.get("exception")
+        if isinstance(error, BaseException):
+            self._on_failure(error)
