@@ -104,8 +104,8 @@ class Ledger:
         if self.next_deadline_s is not None and self.next_deadline_s <= now:
             for sequence in tuple(self._sequences.values()):
                 if sequence.deadline_s is not None and sequence.deadline_s <= now:
-                    exposed = sequence.status in (SequenceStatus.RESERVED, SequenceStatus.PINNED)
-                    exposed |= sequence.status is SequenceStatus.PREFILLING and sequence.next_chunk > 0
+                    exposed = sequence.status is SequenceStatus.RESERVED
+                    exposed |= sequence.kind is RequestKind.PREFILL_ONLY
                     events.append(self._finish(sequence, FinishReason.DEADLINE, now, quarantine=exposed))
         deadlines = (s.deadline_s for s in self._sequences.values() if s.deadline_s is not None)
         self.next_deadline_s = min(deadlines, default=None)
