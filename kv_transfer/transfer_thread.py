@@ -97,8 +97,12 @@ class TransferThread:
         copies: Sequence[Copies],
         notification: bytes,
         on_done: Callable[[WriteOutcome], None],
+        source_ready: Callable[[], bool] | None = None,
     ) -> None:
-        """Post a write. A post that fails is tried once more; ``on_done`` is called exactly once."""
+        """Post a write once ``source_ready()``, which is polled; absent means now.
+
+        A post that fails is tried once more. ``on_done`` is called exactly once.
+        """
 
         def post(transport: Transport) -> None:
             start = time.monotonic()
