@@ -15,8 +15,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from antiphon.protocol.errors import AntiphonError
-
 NVCC_OPTIONS = (
     "-O3",
     "-std=c++17",
@@ -27,7 +25,7 @@ NVCC_OPTIONS = (
 )
 
 
-class KernelLibraryError(AntiphonError):
+class KernelLibraryError(RuntimeError):
     """A CUDA library is missing or cannot be built; the message says which and what to do."""
 
 

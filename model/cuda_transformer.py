@@ -1,0 +1,271 @@
+"""The fast twin of ``model.transformer.Transformer`` on one CUDA device: bf16, 4-bit experts, fused kernels.
+
+Which kernels run is decided once, from the shape of the model, and can be read in ``road``; nothing changes
+roads silently afterwards. Names of weights are those of OpenAI's checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels import portable_moe, reference
+from antiphon.kernels.attention.decode import DecodeAttention
+from antiphon.kernels.attention.prefill import prefill_attention
+from antiphon.kernels.dense import skinny
+from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
+from antiphon.kernels.dense.rope import rope_and_write, rotation_table
+from antiphon.kernels.reference import ExpertMatrix, PagedSequences
+from antiphon.model.config import GptOssConfig
+from antiphon.model.forward import ForwardBatch, KvLayers
+from antiphon.protocol.errors import CheckpointError
+
+
+class Road(StrEnum):
+    """Which family of kernels a model runs on."""
+
+    HOPPER = "hopper"
+    """Kernels made for hidden size 2880 on sm_90."""
+    PORTABLE = "portable"
+    """Triton and cuBLAS, for any shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer's tensors on the device; shapes as in ``model.transformer``, experts in MXFP4."""
+
+    attn_norm: Tensor
+    qkv_weight: Tensor
+    qkv_bias: Tensor
+    sinks: Tensor
+    out_weight: Tensor
+    out_bias: Tensor
+    mlp_norm: Tensor
+    gate_weight: Tensor
+    gate_bias: Tensor
+    gate_up: ExpertMatrix
+    gate_up_bias: Tensor
+    down: ExpertMatrix
+    down_bias: Tensor
+
+
+class CudaTransformer:
+    """A whole GPT-OSS model on one GPU; implements ``model.forward.LanguageModel``.
+
+    Args:
+        config: the shape.
+        parameters: (OpenAI's name, tensor) as from ``model.checkpoint.load.read_parameters``; taken one at a
+            time, so that host memory stays small.
+        device: a CUDA device.
+        with_unembedding: False leaves the output projection out (prefill workers never sample).
+        road: None chooses HOPPER where shape and device allow it.
+
+    Raises:
+        CheckpointError: a parameter is missing, surplus or given twice.
+        ValueError: HOPPER was asked for and cannot serve this shape or device.
+        KernelLibraryError: HOPPER's kernels were not built.
+    """
+
+    def __init__(
+        self,
+        config: GptOssConfig,
+        parameters: Iterable[tuple[str, Tensor]],
+        device: torch.device | str = "cuda",
+        with_unembedding: bool = True,
+        road: Road | None = None,
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        self.road = _choose_road(config, self.device) if road is None else road
+        if self.road is Road.HOPPER:
+            reason = hopper_obstacle(config, self.device)
+            if reason is not None:
+                raise ValueError(f"the Hopper kernels cannot run this model: {reason}")
+            skinny.require_library()
+        tensors = _collect(parameters, self.device, skip_unembedding=not with_unembedding)
+        self._embedding = tensors.pop("embedding.weight")
+        self._norm = tensors.pop("norm.scale").bfloat16()
+        self._unembedding = tensors.pop("unembedding.weight") if with_unembedding else None
+        self._layers = [_layer_weights(tensors, layer) for layer in range(config.num_hidden_layers)]
+        if tensors:
+            raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
+        inv_freq, concentration = reference.yarn_inv_freq(
+            config.head_dim,
+            config.rope_theta,
+            config.rope_scaling_factor,
+            config.rope_original_context,
+            config.rope_beta_fast,
+            config.rope_beta_slow,
+        )
+        self._rotation = rotation_table(inv_freq.to(self.device), concentration, config.max_context_tokens)
+        self._decode_attention: dict[int, DecodeAttention] = {}
+
+    @torch.no_grad()
+    def forward(
+        self, batch: ForwardBatch, kv: KvLayers, after_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Write the batch's KV, return final-norm hidden states [T, H]; ``after_layer(i)`` runs after it.
+
+        A batch of one token per sequence takes the decode kernels; nothing here synchronises with the host,
+        so such a batch in fixed memory can be captured in a CUDA graph.
+        """
+        x = torch.nn.functional.embedding(batch.token_ids, self._embedding)
+        for index, weights in enumerate(self._layers):
+            window = self.config.sliding_window if self.config.is_sliding(index) else None
+            sequences = batch.full if window is None else batch.sliding
+            mixed = self._attention(x, weights, batch.positions, kv.layer(index), sequences, window)
+            normed = self._output_projection(x, mixed, weights)
+            expert_ids, expert_weights = reference.route(
+                normed, weights.gate_weight, weights.gate_bias, self.config.experts_per_token
+            )
+            x = portable_moe.moe(
+                normed,
+                expert_ids,
+                expert_weights,
+                weights.gate_up,
+                weights.gate_up_bias,
+                weights.down,
+                weights.down_bias,
+                residual=x,
+                limit=self.config.swiglu_limit,
+            )
+            if after_layer is not None:
+                after_layer(index)
+        return rms_norm(x, self._norm, self.config.rms_norm_eps)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, H] -> [M, V] float32.
+
+        Raises:
+            RuntimeError: the model was built without its output projection.
+        """
+        if self._unembedding is None:
+            raise RuntimeError("this model was loaded without its output projection; it cannot sample")
+        if self.road is Road.HOPPER and hidden.shape[0] <= skinny.MAX_TOKENS:
+            out = torch.empty(
+                hidden.shape[0], self.config.vocab_size, dtype=torch.float32, device=hidden.device
+            )
+            return skinny.logits(hidden.contiguous(), self._unembedding, out)
+        return torch.mm(hidden, self._unembedding.t(), out_dtype=torch.float32)
+
+    def _attention(
+        self,
+        x: Tensor,
+        weights: LayerWeights,
+        positions: Tensor,
+        kv_layer: Tensor,
+        sequences: PagedSequences,
+        window: int | None,
+    ) -> Tensor:
+        """Norm, QKV, rotation, page write, attention. x [T, H] -> [T, Q, D]."""
+        tokens, eps = x.shape[0], self.config.rms_norm_eps
+        heads, dim = self.config.num_attention_heads, self.config.head_dim
+        query = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
+        if self._skinny(tokens):
+            skinny.qkv_rope(
+                *(x, weights.attn_norm, eps, weights.qkv_weight, weights.qkv_bias),
+                *(positions, sequences.slot, self._rotation, kv_layer, query),
+            )
+        else:
+            qkv = torch.nn.functional.linear(
+                rms_norm(x, weights.attn_norm, eps), weights.qkv_weight, weights.qkv_bias
+            )
+            rope_and_write(qkv, positions, sequences.slot, self._rotation, kv_layer, heads, query)
+        scale = dim**-0.5
+        sequence_count = sequences.kv_len.shape[0]
+        if tokens != sequence_count:
+            longest = tokens - sequence_count + 1  # every sequence has at least one query token
+            return prefill_attention(query, kv_layer, sequences, weights.sinks, window, scale, longest)
+        kernel = self._decode_kernel(tokens)
+        out = torch.empty_like(query)
+        if window is None:
+            return kernel.full(query, kv_layer, sequences, weights.sinks, scale, out)
+        return kernel.sliding(query, kv_layer, sequences, weights.sinks, window, scale, out)
+
+    def _output_projection(self, x: Tensor, mixed: Tensor, weights: LayerWeights) -> Tensor:
+        """``x += mixed W^T + b`` in place; returns the norm of it, the input of the experts."""
+        mixed = mixed.view(x.shape[0], -1)
+        eps = self.config.rms_norm_eps
+        if self._skinny(x.shape[0]):
+            skinny.output_projection_(mixed, weights.out_weight, weights.out_bias, x)
+            return rms_norm(x, weights.mlp_norm, eps)
+        delta = torch.nn.functional.linear(mixed, weights.out_weight, weights.out_bias)
+        return add_rms_norm_(delta, x, weights.mlp_norm, eps)
+
+    def _skinny(self, tokens: int) -> bool:
+        return self.road is Road.HOPPER and tokens <= skinny.MAX_TOKENS
+
+    def _decode_kernel(self, batch_size: int) -> DecodeAttention:
+        kernel = self._decode_attention.get(batch_size)
+        if kernel is None:
+            kernel = DecodeAttention(
+                batch_size,
+                self.config.num_attention_heads,
+                self.config.num_key_value_heads,
+                self.config.head_dim,
+                self.device,
+            )
+            self._decode_attention[batch_size] = kernel
+        return kernel
+
+
+def hopper_obstacle(config: GptOssConfig, device: torch.device) -> str | None:
+    """Why the kernels made for Hopper cannot run this model here; None when they can."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"{device} is sm_{capability[0]}{capability[1]}, they need sm_90"
+    width = config.num_attention_heads * config.head_dim
+    if (config.hidden_size, width, config.head_dim) != (skinny.HIDDEN, skinny.QUERY_WIDTH, 64):
+        return (
+            f"hidden size {config.hidden_size}, query width {width}, head dim {config.head_dim}; "
+            f"they are made for {skinny.HIDDEN}, {skinny.QUERY_WIDTH}, 64"
+        )
+    return None
+
+
+def _choose_road(config: GptOssConfig, device: torch.device) -> Road:
+    return Road.HOPPER if hopper_obstacle(config, device) is None else Road.PORTABLE
+
+
+def _collect(
+    parameters: Iterable[tuple[str, Tensor]], device: torch.device, skip_unembedding: bool
+) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in parameters:
+        if skip_unembedding and name == "unembedding.weight":
+            continue
+        if name in tensors:
+            raise CheckpointError(f"{name}: given twice")
+        dtype = tensor.dtype if tensor.dtype is torch.uint8 else torch.bfloat16
+        tensors[name] = tensor.to(device, dtype).contiguous()
+    return tensors
+
+
+def _layer_weights(tensors: dict[str, Tensor], layer: int) -> LayerWeights:
+    def take(name: str) -> Tensor:
+        full = f"block.{layer}.{name}"
+        try:
+            return tensors.pop(full)
+        except KeyError:
+            raise CheckpointError(f"{full}: not given") from None
+
+    return LayerWeights(
+        attn_norm=take("attn.norm.scale"),
+        qkv_weight=take("attn.qkv.weight"),
+        qkv_bias=take("attn.qkv.bias"),
+        sinks=take("attn.sinks").float(),
+        out_weight=take("attn.out.weight"),
+        out_bias=take("attn.out.bias"),
+        mlp_norm=take("mlp.norm.scale"),
+        gate_weight=take("mlp.gate.weight"),
+        gate_bias=take("mlp.gate.bias"),
+        gate_up=ExpertMatrix(take("mlp.mlp1_weight.blocks"), take("mlp.mlp1_weight.scales")),
+        gate_up_bias=take("mlp.mlp1_bias"),
+        down=ExpertMatrix(take("mlp.mlp2_weight.blocks"), take("mlp.mlp2_weight.scales")),
+        down_bias=take("mlp.mlp2_bias"),
+    )

@@ -1,0 +1,143 @@
+"""The fast model against the plain one in float32, teacher-forced, on a real GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.kernels.reference import PagedSequences
+from antiphon.model.checkpoint.load import fill
+from antiphon.model.checkpoint.synthesize import synthesize_parameters
+from antiphon.model.config import GptOssConfig, preset
+from antiphon.model.cuda_transformer import CudaTransformer, Road
+from antiphon.model.forward import ForwardBatch, LanguageModel
+from antiphon.model.transformer import Transformer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PAGE = 64
+
+
+class Cache:
+    """A paged cache of both groups for a few sequences, every page shuffled, poisoned with large values."""
+
+    def __init__(self, config: GptOssConfig, sequences: int, tokens: int, dtype: torch.dtype) -> None:
+        pages = -(-tokens // PAGE)
+        shape = (sequences * pages, config.num_key_value_heads, 2, PAGE, config.head_dim)
+        self._layers = [
+            torch.full(shape, 50.0, dtype=dtype, device="cuda") for _ in range(config.num_hidden_layers)
+        ]
+        order = torch.randperm(sequences * pages, device="cuda")
+        self.table = order.reshape(sequences, pages).int()
+
+    def layer(self, index: int) -> Tensor:
+        return self._layers[index]
+
+
+def batch_of(cache: Cache, token_ids: list[list[int]], starts: list[int]) -> ForwardBatch:
+    counts = [len(ids) for ids in token_ids]
+    query_start = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)]).cuda()
+    row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).cuda()
+    slot = cache.table[row, positions // PAGE].long() * PAGE + positions % PAGE
+    kv_len = torch.tensor([s + c for s, c in zip(starts, counts, strict=True)], dtype=torch.int32)
+    pages = PagedSequences(cache.table, query_start.cuda(), kv_len.cuda(), slot)
+    flat = torch.tensor([i for ids in token_ids for i in ids], device="cuda")
+    return ForwardBatch(flat, positions, pages, pages)
+
+
+def teacher_forced(
+    model: LanguageModel, prompts: list[list[int]], chunk: int, decode_from: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """Logits of every position: chunks one sequence at a time up to ``decode_from``, then steps of all."""
+    longest = max(len(p) for p in prompts)
+    cache = Cache(model.config, len(prompts), longest, dtype)
+    logits: list[list[Tensor]] = [[] for _ in prompts]
+    for row, prompt in enumerate(prompts):
+        for start in range(0, decode_from, chunk):
+            part = prompt[start : min(start + chunk, decode_from)]
+            one = batch_of(
+                cache, [part if r == row else [] for r in range(len(prompts))], [start] * len(prompts)
+            )
+            only = PagedSequences(
+                cache.table[row : row + 1],
+                torch.tensor([0, len(part)], dtype=torch.int32, device="cuda"),
+                torch.tensor([start + len(part)], dtype=torch.int32, device="cuda"),
+                one.full.slot,
+            )
+            hidden = model.forward(ForwardBatch(one.token_ids, one.positions, only, only), cache)
+            logits[row].append(model.logits(hidden))
+    for step in range(decode_from, longest):
+        batch = batch_of(cache, [[p[step]] for p in prompts], [step] * len(prompts))
+        out = model.logits(model.forward(batch, cache))
+        for row in range(len(prompts)):
+            logits[row].append(out[row : row + 1])
+    return [torch.cat(parts) for parts in logits]
+
+
+def plain(config: GptOssConfig, dtype: torch.dtype) -> Transformer:
+    model = Transformer(config, dtype, "cuda")
+    fill(model, synthesize_parameters(config, 0, "cuda"))
+    return model
+
+
+def fast(config: GptOssConfig, road: Road | None = None) -> CudaTransformer:
+    return CudaTransformer(config, synthesize_parameters(config, 0, "cuda"), road=road)
+
+
+def tokens(count: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(0, 199_998, (count, length), generator=generator).tolist()
+
+
+def agreement(got: list[Tensor], expected: list[Tensor]) -> tuple[float, float]:
+    """(share of equal argmaxes, relative error of logits)."""
+    a, b = torch.cat(got), torch.cat(expected)
+    same = (a.argmax(-1) == b.argmax(-1)).float().mean().item()
+    return same, ((a - b).norm() / b.norm()).item()
+
+
+def four_layers(like: str) -> GptOssConfig:
+    return replace(preset(like), num_hidden_layers=4)
+
+
+@pytest.mark.parametrize("sequences", [3, 20])
+@pytest.mark.parametrize(
+    ("shape", "road"),
+    [("tiny", Road.PORTABLE), ("gpt-oss-20b", Road.PORTABLE), ("gpt-oss-20b", Road.HOPPER)],
+)
+def test_teacher_forced_logits_follow_float32(shape: str, road: Road, sequences: int) -> None:
+    config = preset("tiny") if shape == "tiny" else four_layers(shape)
+    prompts = tokens(sequences, 330)
+    expected = teacher_forced(plain(config, torch.float32), prompts, 330, 320, torch.float32)
+    got = teacher_forced(fast(config, road), prompts, 128, 320, torch.bfloat16)
+    same, error = agreement(got, expected)
+    yardstick = teacher_forced(plain(config, torch.bfloat16), prompts[:3], 330, 320, torch.bfloat16)
+    same_plain, error_plain = agreement(yardstick, expected[:3])
+    print(
+        f"{shape} {road} x{sequences}: argmax {same:.4f} ({same_plain:.4f}) error {error:.4f} ({error_plain:.4f})"
+    )
+    assert error <= max(0.02, 1.2 * error_plain)
+    assert same >= min(0.99, same_plain - 0.01)
+
+
+def test_a_decode_step_in_a_graph_equals_the_eager_one() -> None:
+    model = fast(four_layers("gpt-oss-20b"))
+    cache = Cache(model.config, 2, 200, torch.bfloat16)
+    for layer in range(model.config.num_hidden_layers):
+        cache.layer(layer).normal_()
+    batch = batch_of(cache, [[11], [12]], [150, 150])
+    eager = model.logits(model.forward(batch, cache)).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = model.logits(model.forward(batch, cache))
+    for _ in range(3):
+        captured.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, eager)
