@@ -83,15 +83,15 @@ class Dispatcher:
             generation.prompt_token_ids, self._page_size_tokens, generation.cache_salt
         )
         self._generations[generation.request_id] = generation
-        self.arm_deadline(generation)
+        generation.deadline_timer = self._loop.call_at(
+            generation.deadline_at, self.abandon, generation, EndKind.DEADLINE, "the deadline has passed"
+        )
         self._place(generation)
 
-    def arm_deadline(self, generation: Generation) -> None:
-        """End the generation at its deadline, wherever it then stands."""
-        if generation.deadline_timer is None:
-            generation.deadline_timer = self._loop.call_at(
-                generation.deadline_at, self.abandon, generation, EndKind.DEADLINE, "the deadline has passed"
-            )
+    def turn_away(self, generation: Generation, kind: EndKind) -> None:
+        """End a generation that was never submitted."""
+        if generation.end is None:
+            self._end(generation, kind)
 
     def abandon(self, generation: Generation, kind: EndKind, detail: str | None = None) -> None:
         """End a generation from this side and tell both legs to stop; does nothing after its end."""

@@ -31,7 +31,12 @@ class GenerationEnded:
     retry_after_s: float | None = None
 
 
-OutputEvent = TokensArrived | GenerationEnded
+@dataclass(frozen=True, slots=True)
+class KeepAliveDue:
+    """Nothing came for a while; the stream should show that it lives."""
+
+
+OutputEvent = TokensArrived | GenerationEnded | KeepAliveDue
 
 
 class OutputChannel:
@@ -43,6 +48,8 @@ class OutputChannel:
 
     def __init__(self) -> None:
         self.held_tokens = 0
+        self.puts = 0
+        """Events ever put; tells a timer whether anything came."""
         self.cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._events: deque[OutputEvent] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -51,6 +58,7 @@ class OutputChannel:
         """Append an event and wake the reader."""
         if isinstance(event, TokensArrived):
             self.held_tokens += len(event.token_ids)
+        self.puts += 1
         self._events.append(event)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

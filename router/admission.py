@@ -1,0 +1,148 @@
+"""The door: how many choices run at one time, how many may wait, and who is turned away."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from antiphon.protocol.errors import AntiphonError
+from antiphon.router.metrics import RouterMetrics
+
+
+class QueueFull(AntiphonError):
+    """The bounded queue has no place; ``retry_after_s`` is when one can be expected."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("the queue of waiting requests is full")
+        self.retry_after_s = retry_after_s
+
+
+class ShuttingDown(AntiphonError):
+    """The router takes nothing new."""
+
+
+class AdmissionTimeout(AntiphonError):
+    """The deadline passed while the request waited."""
+
+
+@dataclass(order=True, slots=True)
+class _Waiter:
+    priority: int
+    arrival: int
+    weight: int = field(compare=False)
+    admitted: asyncio.Future[None] = field(compare=False)
+
+
+class Admission:
+    """Slots for choices, with a bounded queue in front. Smaller priorities first, then by arrival.
+
+    A request of n choices takes n slots at once, and never more than there are in all.
+    """
+
+    def __init__(self, max_in_flight: int, max_queued: int, metrics: RouterMetrics) -> None:
+        self._max_in_flight = max_in_flight
+        self._max_queued = max_queued
+        self._metrics = metrics
+        self._in_flight = 0
+        self._queued = 0
+        self._waiters: list[_Waiter] = []
+        self._arrivals = itertools.count()
+        self._closed = False
+        self._mean_hold_s = 1.0
+
+    @property
+    def in_flight(self) -> int:
+        """Slots taken."""
+        return self._in_flight
+
+    @property
+    def queued(self) -> int:
+        """Slots waited for."""
+        return self._queued
+
+    @asynccontextmanager
+    async def slots(self, weight: int, priority: int, timeout_s: float) -> AsyncIterator[None]:
+        """Hold ``weight`` slots.
+
+        Raises:
+            QueueFull: there is no place to wait.
+            AdmissionTimeout: nothing became free within ``timeout_s``.
+            ShuttingDown: the router takes nothing new.
+        """
+        weight = min(weight, self._max_in_flight)
+        await self._enter(weight, priority, timeout_s)
+        loop = asyncio.get_running_loop()
+        entered = loop.time()
+        try:
+            yield
+        finally:
+            self._mean_hold_s += 0.1 * (loop.time() - entered - self._mean_hold_s)
+            self._in_flight -= weight
+            self._admit_waiters()
+
+    def close(self) -> None:
+        """Turn away everyone who comes or waits from now on; those inside keep their slots."""
+        self._closed = True
+        for waiter in self._waiters:
+            if not waiter.admitted.done():
+                waiter.admitted.set_exception(ShuttingDown("the server is shutting down"))
+        self._waiters.clear()
+
+    async def _enter(self, weight: int, priority: int, timeout_s: float) -> None:
+        if self._closed:
+            self._metrics.rejections.labels("shutdown").inc()
+            raise ShuttingDown("the server is shutting down")
+        if not self._queued and self._in_flight + weight <= self._max_in_flight:
+            self._in_flight += weight
+            self._show()
+            return
+        if self._queued + weight > self._max_queued:
+            self._metrics.rejections.labels("queue_full").inc()
+            raise QueueFull(self._expected_wait_s(weight))
+        waiter = _Waiter(priority, next(self._arrivals), weight, asyncio.get_running_loop().create_future())
+        heapq.heappush(self._waiters, waiter)
+        self._queued += weight
+        self._show()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiter.admitted
+        except BaseException as error:
+            self._leave_queue(waiter)
+            if isinstance(error, TimeoutError):
+                raise AdmissionTimeout(
+                    "the deadline passed while the request waited to be admitted"
+                ) from None
+            raise
+        self._queued -= weight
+        self._show()
+
+    def _leave_queue(self, waiter: _Waiter) -> None:
+        self._queued -= waiter.weight
+        if waiter.admitted.done() and not waiter.admitted.cancelled() and not waiter.admitted.exception():
+            # Admitted in the same moment as it gave up: hand the slots on.
+            self._in_flight -= waiter.weight
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+            heapq.heapify(self._waiters)
+        self._admit_waiters()
+
+    def _admit_waiters(self) -> None:
+        while self._waiters and self._in_flight + self._waiters[0].weight <= self._max_in_flight:
+            waiter = heapq.heappop(self._waiters)
+            if not waiter.admitted.done():
+                self._in_flight += waiter.weight
+                waiter.admitted.set_result(None)
+        self._show()
+
+    def _expected_wait_s(self, weight: int) -> float:
+        """When the queue should have drained by ``weight``, from how long slots are held; 1 to 60 s."""
+        return min(max(math.ceil(self._mean_hold_s * weight / self._max_in_flight), 1), 60)
+
+    def _show(self) -> None:
+        self._metrics.requests_in_flight.set(self._in_flight)
+        self._metrics.requests_queued.set(self._queued)

@@ -1,0 +1,126 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+
+from starlette.responses import Response
+
+from antiphon.router.conversation import Conversation, ToolChoiceMode
+from antiphon.router.formatter import InvalidPrompt, RenderedPrompt
+from antiphon.router.openai.chat_answer import ChatAnswer
+from antiphon.router.openai.chat_schema import ChatCompletionRequest
+from antiphon.router.openai.chat_translate import to_conversation
+from antiphon.router.openai.chat_writer import ChatChoices, ChatDocument, ChatIdentity, ChatStream
+from antiphon.router.openai.context import ApiContext
+from antiphon.router.openai.errors import invalid, unsupported
+from antiphon.router.openai.generation_response import GenerationResponse
+from antiphon.router.openai.request_fields import parse_body
+from antiphon.router.openai.sampling import output_budget, sampling_params
+
+_FORCED = (ToolChoiceMode.NAMED, ToolChoiceMode.REQUIRED)
+
+
+def chat_completion(context: ApiContext, body: bytes) -> Response:
+    """Read a request and prepare its answer.
+
+    Raises:
+        ApiError: the request cannot be served as it is.
+    """
+    received_at = asyncio.get_running_loop().time()
+    request = parse_body(ChatCompletionRequest, body)
+    context.check_model(request.model)
+    conversation, dropped = to_conversation(request)
+    for kind in dropped:
+        context.metrics.dropped_tools.labels(kind if kind in KNOWN_HOSTED_TOOLS else "other").inc()
+    prompt = render(context, conversation)
+    limit = context.model.max_context_tokens
+    max_tokens = output_budget(len(prompt.token_ids), request.max_output_tokens(), None, limit, "messages")
+    sampling = sampling_params(
+        request,
+        max_tokens=max_tokens,
+        stop_token_ids=prompt.stop_token_ids,
+        top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        vocabulary_size=context.formatter.vocabulary_size,
+    )
+    stops = request.stop_strings()
+    answers = [
+        ChatAnswer(
+            context.formatter.parser(prompt),
+            stops,
+            context.formatter.token_bytes,
+            forced_call=conversation.tool_choice.mode is ToolChoiceMode.NAMED,
+        )
+        for _ in sampling
+    ]
+    completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+    return GenerationResponse(
+        context,
+        _writer(context, request, answers, completion_id, len(prompt.token_ids)),
+        completion_id,
+        prompt.token_ids,
+        sampling,
+        received_at=received_at,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
+        timeout_s=request.timeout_s,
+    )
+
+
+KNOWN_HOSTED_TOOLS = frozenset(
+    {
+        "code_interpreter",
+        "computer_use_preview",
+        "custom",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "namespace",
+        "web_search",
+        "web_search_preview",
+    }
+)
+"""Labels of the metric; whatever else a client writes counts as ``other``."""
+
+
+def render(context: ApiContext, conversation: Conversation) -> RenderedPrompt:
+    """Token ids of a conversation.
+
+    Raises:
+        ApiError: 400 when the format cannot hold it, or cannot force the call that is asked for.
+    """
+    started = time.perf_counter()
+    try:
+        prompt = context.formatter.render(conversation)
+    except InvalidPrompt as error:
+        raise invalid(str(error), error.param) from error
+    if conversation.tool_choice.mode in _FORCED and not prompt.forced_token_ids:
+        raise unsupported("tool_choice", "a call cannot be enforced yet.")
+    context.metrics.stage_duration.labels("tokenize").observe(time.perf_counter() - started)
+    return prompt
+
+
+def _writer(
+    context: ApiContext,
+    request: ChatCompletionRequest,
+    answers: list[ChatAnswer],
+    completion_id: str,
+    prompt_tokens: int,
+) -> ChatStream | ChatDocument:
+    identity = ChatIdentity(completion_id, int(time.time()), context.model.name, context.model.fingerprint)
+    include_reasoning = request.include_reasoning is not False
+    choices = ChatChoices(answers, prompt_tokens, context.metrics, include_reasoning=include_reasoning)
+    if request.stream:
+        options = request.stream_options
+        include_usage = options is not None and bool(options.include_usage)
+        return ChatStream(identity, choices, answers, include_usage=include_usage)
+    return ChatDocument(
+        identity,
+        choices,
+        answers,
+        with_logprobs=bool(request.logprobs),
+        include_reasoning=include_reasoning,
+    )

@@ -1,0 +1,143 @@
+"""The bytes of a chat completion: the chunks of a stream, and the one document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import orjson
+
+from antiphon.router.formatter import ContentDelta, ReasoningDelta, ToolCallArgumentsDelta, ToolCallStart
+from antiphon.router.openai.chat_answer import AnswerDelta, CollectedMessage
+from antiphon.router.openai.logprobs import JsonLogprob
+from antiphon.router.openai.usage import Usage
+
+
+class ChatChunks:
+    """Frames of one stream. What is equal in all chunks is serialised once."""
+
+    def __init__(
+        self, completion_id: str, created: int, model: str, fingerprint: str, *, include_usage: bool
+    ) -> None:
+        envelope = orjson.dumps(
+            {
+                "id": completion_id,
+                "object": "chat.completion.chunk",
+                "created": created,
+                "model": model,
+                "system_fingerprint": fingerprint,
+            }
+        )
+        self._head = b"data: " + envelope[:-1]
+        # With usage asked for, every chunk carries the key, and the last one its value.
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def role(self, choice: int) -> bytes:
+        """The first chunk of a choice."""
+        return self._chunk(choice, b'{"role":"assistant","content":""}')
+
+    def delta(self, choice: int, shown: AnswerDelta) -> bytes:
+        """A chunk with more of the answer. Reasoning goes out under both names that clients look for."""
+        match shown.delta:
+            case ContentDelta(text):
+                return self._chunk(choice, b'{"content":' + orjson.dumps(text) + b"}", shown.logprobs)
+            case ReasoningDelta(text):
+                encoded = orjson.dumps(text)
+                return self._chunk(
+                    choice, b'{"reasoning":' + encoded + b',"reasoning_content":' + encoded + b"}"
+                )
+            case ToolCallStart(index, name, call_id):
+                call = {
+                    "index": index,
+                    "id": call_id,
+                    "type": "function",
+                    "function": {"name": name, "arguments": ""},
+                }
+            case ToolCallArgumentsDelta(index, text):
+                call = {"index": index, "function": {"arguments": text}}
+        return self._chunk(choice, orjson.dumps({"tool_calls": [call]}))
+
+    def finish(self, choice: int, reason: str, logprobs: Sequence[JsonLogprob]) -> bytes:
+        """The last chunk of a choice."""
+        return self._chunk(choice, b"{}", logprobs, orjson.dumps(reason))
+
+    def usage(self, usage: Usage) -> bytes:
+        """The chunk after all choices, when the client asked for it."""
+        return self._head + b',"choices":[],"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+    def _chunk(
+        self, choice: int, delta: bytes, logprobs: Sequence[JsonLogprob] = (), reason: bytes = b"null"
+    ) -> bytes:
+        shown_logprobs = orjson.dumps({"content": list(logprobs), "refusal": None}) if logprobs else b"null"
+        return b"".join(
+            (
+                self._head,
+                b',"choices":[{"index":',
+                str(choice).encode(),
+                b',"delta":',
+                delta,
+                b',"logprobs":',
+                shown_logprobs,
+                b',"finish_reason":',
+                reason,
+                b"}",
+                self._tail,
+            )
+        )
+
+
+def chat_document(
+    completion_id: str,
+    created: int,
+    model: str,
+    fingerprint: str,
+    choices: Sequence[tuple[CollectedMessage, str]],
+    usage: Usage,
+    *,
+    with_logprobs: bool,
+    include_reasoning: bool,
+) -> bytes:
+    """The ``chat.completion`` object; ``choices`` are whole messages with their finish reason."""
+    return orjson.dumps(
+        {
+            "id": completion_id,
+            "object": "chat.completion",
+            "created": created,
+            "model": model,
+            "choices": [
+                {
+                    "index": index,
+                    "message": _message(message, include_reasoning=include_reasoning),
+                    "logprobs": {"content": message.logprobs, "refusal": None} if with_logprobs else None,
+                    "finish_reason": reason,
+                }
+                for index, (message, reason) in enumerate(choices)
+            ],
+            "usage": usage,
+            "service_tier": "default",
+            "system_fingerprint": fingerprint,
+        }
+    )
+
+
+def _message(message: CollectedMessage, *, include_reasoning: bool) -> dict[str, object]:
+    content = "".join(message.content)
+    document: dict[str, object] = {
+        "role": "assistant",
+        # Null exactly where OpenAI has it: a message that only calls tools.
+        "content": None if message.tool_calls and not content else content,
+        "refusal": None,
+        "annotations": [],
+    }
+    if include_reasoning:
+        reasoning = "".join(message.reasoning) or None
+        document["reasoning"] = document["reasoning_content"] = reasoning
+    if message.tool_calls:
+        document["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": "".join(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return document

@@ -1,0 +1,248 @@
+"""Runs one request's generations and writes what comes of them: a stream of events, or one document.
+
+It is an ASGI response of its own because it must listen for the client's leaving from the moment the request
+is known, through the wait for admission, to the last byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from antiphon.protocol.messages import SamplingParams
+from antiphon.router.admission import AdmissionTimeout, QueueFull, ShuttingDown
+from antiphon.router.dispatch.generation import (
+    Generation,
+    GenerationEnded,
+    KeepAliveDue,
+    OutputChannel,
+    TokensArrived,
+)
+from antiphon.router.lifecycle import EndKind, GenerationState
+from antiphon.router.openai.context import ApiContext
+from antiphon.router.openai.ends import SHUTDOWN_RETRY_AFTER_S, error_of
+from antiphon.router.openai.errors import ApiError, deadline_exceeded, rate_limited, unavailable
+from antiphon.router.openai.sse import KEEP_ALIVE, STREAM_HEADERS
+from antiphon.router.transport_abort import abort_connection
+
+log = structlog.get_logger("antiphon.router.api")
+
+JSON_HEADERS = {"content-type": "application/json"}
+
+
+class AnswerWriter(Protocol):
+    """Turns the events of a request's generations into bytes. One writer per request."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether bytes leave as they are made; otherwise all of them come from ``close``."""
+        ...
+
+    def open(self) -> bytes:
+        """Bytes before the first token."""
+        ...
+
+    def tokens(self, event: TokensArrived) -> bytes:
+        """More tokens of one choice."""
+        ...
+
+    def wants_more(self, choice: int) -> bool:
+        """False once a stop text has ended the choice: its generation can be stopped."""
+        ...
+
+    def ended(self, event: GenerationEnded) -> bytes:
+        """A choice ended well."""
+        ...
+
+    def close(self, cached_tokens: int) -> bytes:
+        """All choices have ended; the document, or the end of the stream."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The request failed after the first byte."""
+        ...
+
+
+class GenerationResponse(Response):
+    """The answer to one request of one or more choices over one prompt."""
+
+    def __init__(
+        self,
+        context: ApiContext,
+        writer: AnswerWriter,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: Sequence[SamplingParams],
+        *,
+        received_at: float,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        self._context = context
+        self._writer = writer
+        self._priority = priority
+        self._channel = OutputChannel()
+        self._received_at = received_at
+        self._deadline_at = received_at + (timeout_s or context.config.request_timeout_s)
+        self._started = False
+        self._generations = [
+            Generation(
+                request_id=f"{request_id}-{choice}",
+                choice=choice,
+                prompt_token_ids=prompt_token_ids,
+                sampling=params,
+                channel=self._channel,
+                received_at=received_at,
+                deadline_at=self._deadline_at,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for choice, params in enumerate(sampling)
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve until the answer is written or the client has left."""
+        answer = asyncio.create_task(self._answer(send))
+        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        cut = self._channel.cut
+        end = EndKind.CLIENT_GONE
+        try:
+            await asyncio.wait({answer, gone, cut}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                end = EndKind.FAILED
+                answer.result()
+        finally:
+            # Nothing more can be said to a client that left; a writer stuck in a full socket is cut loose.
+            await _cancel(answer)
+            await _cancel(gone)
+            self._abandon(end)
+            if cut.done():
+                abort_connection(scope)
+
+    async def _answer(self, send: Send) -> None:
+        try:
+            async with self._context.admission.slots(
+                len(self._generations), self._priority, self._time_left()
+            ):
+                for generation in self._generations:
+                    self._context.dispatcher.submit(generation)
+                with self._keep_alive():
+                    await self._pump(send)
+        except QueueFull as error:
+            self._abandon(EndKind.OVERLOADED)
+            raise rate_limited("The server is busy: its queue is full.", error.retry_after_s) from error
+        except AdmissionTimeout as error:
+            self._abandon(EndKind.DEADLINE)
+            raise deadline_exceeded(f"The request did not start: {error}.") from error
+        except ShuttingDown as error:
+            self._abandon(EndKind.SHUTDOWN)
+            raise unavailable("The server is shutting down.", SHUTDOWN_RETRY_AFTER_S) from error
+
+    async def _pump(self, send: Send) -> None:
+        """Write events until every choice has ended."""
+        open_choices = len(self._generations)
+        while open_choices:
+            await self._channel.wait()
+            chunks: list[bytes] = []
+            while (event := self._channel.take_ready()) is not None:
+                if isinstance(event, KeepAliveDue):
+                    chunks.append(KEEP_ALIVE)
+                elif isinstance(event, TokensArrived):
+                    chunks.append(self._writer.tokens(event))
+                    if not self._writer.wants_more(event.choice):
+                        self._context.dispatcher.abandon(self._generations[event.choice], EndKind.STOP)
+                else:
+                    if (error := error_of(event)) is not None:
+                        self._abandon(event.kind)
+                        await self._fail(error, chunks, send)
+                        return
+                    open_choices -= 1
+                    chunks.append(self._writer.ended(event))
+            if not open_choices:
+                chunks.append(self._writer.close(self._generations[0].cached_tokens))
+            await self._write(b"".join(chunks), send, more=bool(open_choices))
+
+    async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
+        if more and not (body and self._writer.streams):
+            return
+        if not self._started:
+            await self._start(send)
+            body = self._writer.open() + body
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _start(self, send: Send) -> None:
+        self._started = True
+        headers = STREAM_HEADERS if self._writer.streams else JSON_HEADERS
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+    async def _fail(self, error: ApiError, chunks: list[bytes], send: Send) -> None:
+        if not self._started:
+            raise error
+        self._context.metrics.request_errors.labels(error.metric_type).inc()
+        log.warning("stream_failed", code=error.code, message=error.message)
+        chunks.append(self._writer.failed(error))
+        await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": False})
+
+    def _abandon(self, kind: EndKind) -> None:
+        """End what has not ended."""
+        for generation in self._generations:
+            if generation.state is GenerationState.QUEUED:
+                self._context.dispatcher.turn_away(generation, kind)
+            else:
+                self._context.dispatcher.abandon(generation, kind)
+
+    def _keep_alive(self) -> KeepAliveTimer:
+        interval_s = self._context.config.sse_keep_alive_s if self._writer.streams else None
+        return KeepAliveTimer(self._channel, interval_s)
+
+    def _time_left(self) -> float:
+        return max(self._deadline_at - asyncio.get_running_loop().time(), 0.0)
+
+
+class KeepAliveTimer:
+    """Puts a keep-alive event into a channel whenever nothing else came for an interval."""
+
+    def __init__(self, channel: OutputChannel, interval_s: float | None) -> None:
+        self._channel = channel
+        self._interval_s = interval_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> KeepAliveTimer:
+        self._schedule()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _schedule(self) -> None:
+        if self._interval_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(
+                self._interval_s, self._due, self._channel.puts
+            )
+
+    def _due(self, puts_then: int) -> None:
+        if self._channel.puts == puts_then:
+            self._channel.put(KeepAliveDue())
+        self._schedule()
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    if not task.done():
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

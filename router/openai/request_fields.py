@@ -1,0 +1,166 @@
+"""Request fields that more than one endpoint has, and how a request body is read and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, TypeVar
+
+import pydantic
+from pydantic import Field, JsonValue
+from pydantic_core import ErrorDetails
+
+from antiphon.router.openai.errors import ApiError, invalid, unsupported
+
+MAX_STOP_STRINGS = 4
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+_INT64 = 1 << 63
+
+
+class ApiModel(pydantic.BaseModel):
+    """Base of everything a client sends: JSON types are not converted, an unknown field is refused."""
+
+    model_config = pydantic.ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class NestedModel(pydantic.BaseModel):
+    """Base of objects inside a request: clients send back what they got, with fields of their own."""
+
+    model_config = pydantic.ConfigDict(
+        strict=True, extra="ignore", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class StreamOptions(NestedModel):
+    """What a stream carries besides the answer."""
+
+    include_usage: bool | None = None
+    """A last chunk with empty ``choices`` and the usage."""
+    include_obfuscation: bool | None = None
+    """Accepted; there is no padding to leave out."""
+
+
+class SamplingFields(ApiModel):
+    """How the next token is chosen, and what only informs."""
+
+    model: str
+    """Name of the served model."""
+    stream: bool | None = None
+    """Server-sent events instead of one document."""
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """0 is greedy; 1 when absent."""
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """-1 and 0 are off."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    """The same seed, prompt and parameters give the same text."""
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    """Up to four texts that end the answer and are left out of it."""
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Choices per prompt."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    """Token id (as text) to what is added to its logit."""
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """No stop token before so many output tokens."""
+    ignore_eos: bool | None = None
+    """Stop tokens do not stop; for benchmarks."""
+    priority: Annotated[int, Field(ge=-(1 << 19), le=1 << 19)] | None = None
+    """Smaller runs first."""
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    """Prefix cache entries are shared only between requests of the same salt."""
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    """Deadline of this request; the deployment's own when absent."""
+    user: str | None = None
+    """Informs only."""
+
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop texts, without repeats.
+
+        Raises:
+            ApiError: one is empty.
+        """
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if "" in texts:
+            raise invalid("A stop text must not be empty.", "stop")
+        return tuple(dict.fromkeys(texts))
+
+    def biases(self, vocabulary_size: int) -> tuple[tuple[int, float], ...]:
+        """``logit_bias`` with numeric ids.
+
+        Raises:
+            ApiError: a key is no token id of this vocabulary.
+        """
+        pairs = []
+        for key, bias in (self.logit_bias or {}).items():
+            if not (key.isascii() and key.isdigit()) or int(key) >= vocabulary_size:
+                raise invalid(
+                    f"'{key[:32]}' is not a token id below {vocabulary_size}.", f"logit_bias.{key[:32]}"
+                )
+            pairs.append((int(key), bias))
+        return tuple(pairs)
+
+
+Request = TypeVar("Request", bound=ApiModel)
+
+
+def parse_body(model: type[Request], body: bytes) -> Request:
+    """Read a request.
+
+    Raises:
+        ApiError: 400 that names the first field in the way.
+    """
+    try:
+        return model.model_validate_json(body)
+    except pydantic.ValidationError as error:
+        raise _first_problem(error.errors(include_url=False, include_input=False)) from None
+
+
+def refuse_unsupported(given: Iterable[tuple[str, JsonValue]], harmless: Mapping[str, JsonValue]) -> None:
+    """Refuse fields that would change the output.
+
+    ``harmless`` maps a field to the one value, besides null, that asks for what happens anyway.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    for name, value in given:
+        if value is not None and (name not in harmless or value != harmless[name]):
+            raise unsupported(name, "this server cannot do it, and leaving it out would change the answer.")
+
+
+def _first_problem(problems: list[ErrorDetails]) -> ApiError:
+    # A union reports one problem per branch: the one that got deepest is the branch that was meant.
+    problem = max(problems, key=lambda p: len(p["loc"]))
+    path = field_path(problem["loc"])
+    kind = problem["type"]
+    if kind == "json_invalid":
+        return invalid(f"The body is not valid JSON: {problem['msg']}", None, "invalid_json")
+    if kind == "missing":
+        return invalid(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")
+    if kind == "extra_forbidden":
+        return invalid(f"Unrecognized request argument supplied: {path}", path, "unknown_parameter")
+    if kind.endswith("_type") or kind in ("model_attributes_type", "literal_error"):
+        return invalid(f"Invalid type or value for '{path}': {problem['msg']}.", path, "invalid_type")
+    return invalid(f"Invalid value for '{path}': {problem['msg']}.", path)
+
+
+_BRANCHES = frozenset({"str", "int", "float", "bool", "none", "dict", "constrained-str", "constrained-float"})
+
+
+def field_path(location: tuple[int | str, ...]) -> str | None:
+    """``messages[0].content`` from pydantic's location, without the names of union branches."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part in _BRANCHES or "[" in part or "-" in part or part[:1].isupper():
+            continue
+        else:
+            path += f".{part}" if path else part
+    return path or None
