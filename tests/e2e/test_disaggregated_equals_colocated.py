@@ -1,0 +1,74 @@
+"""The same greedy tokens whatever computes them: transformers, one engine, or workers that hand KV over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from greedy_reference import Case, Reference, make_cases
+
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.engine.events import SequenceFinished, TokensSampled
+from antiphon.engine.loop import EngineLoop
+from antiphon.engine.requests import EngineRequest, RequestKind
+from antiphon.engine.settings import EngineSettings
+from antiphon.model.checkpoint.load import load_model
+from antiphon.protocol.messages import FinishReason
+
+pytestmark = pytest.mark.e2e
+
+LENGTHS = (1, 2, 63, 64, 65, 100, 127, 128, 129, 130, 192, 255, 300, 384, 513, 1000)
+"""Both sides of every page, chunk and window boundary; 100 crosses position 128 while it decodes."""
+TIED_SHARE = 0.001
+"""Of all requests, at most this share may differ by a tie."""
+
+CASES = make_cases(LENGTHS, max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Reference:
+    return Reference(checkpoint)
+
+
+def assert_equal_to_reference(reference: Reference, outputs: dict[Case, list[int]]) -> None:
+    """Every output is the reference's greedy continuation, by the rule of ties."""
+    assert set(outputs) == set(CASES)
+    tied = [case for case, output in outputs.items() if reference.judge(case, output)]
+    assert len(tied) <= TIED_SHARE * len(outputs), [len(case.prompt) for case in tied]
+
+
+def run_colocated(checkpoint: Path, config: DeploymentConfig) -> dict[Case, list[int]]:
+    """All cases at once through one engine that does both parts."""
+    model = load_model(checkpoint, torch.float32)
+    engine = EngineLoop(model, EngineSettings.resolve(config.decode, model.config))
+    outputs: dict[str, list[int]] = {}
+    for index, case in enumerate(CASES):
+        outputs[str(index)] = []
+        engine.submit(
+            EngineRequest(str(index), 1, RequestKind.COLOCATED, case.prompt, sampling=case.sampling)
+        )
+    finished = 0
+    while finished < len(CASES):
+        for event in engine.step():
+            if isinstance(event, TokensSampled):
+                outputs[event.request_id] += event.token_ids
+            elif isinstance(event, SequenceFinished):
+                assert event.reason is FinishReason.LENGTH, event.error
+                finished += 1
+    return {case: outputs[str(index)] for index, case in enumerate(CASES)}
+
+
+def test_one_engine_equals_transformers(
+    checkpoint: Path, local_deployment: DeploymentConfig, reference: Reference
+) -> None:
+    assert_equal_to_reference(reference, run_colocated(checkpoint, local_deployment))
+
+
+def test_the_judge_sees_one_wrong_token(reference: Reference) -> None:
+    case = Case(CASES[5].prompt, max_tokens=2)
+    right = int(reference.next_logits(case.prompt).argmax())
+    second = int(reference.next_logits((*case.prompt, right)).argmax())
+    assert reference.judge(case, [right, second]) == 0
+    with pytest.raises(AssertionError, match=r"short|not of the tie"):
+        reference.judge(case, [right, (second + 1) % 1000])
