@@ -250,7 +250,8 @@ int dispatch(const Args& args, int blocks, bool pdl, cudaStream_t stream) {
 
 extern "C" {
 
-// Pre-norm + QKV + bias + rotation; queries to `query`, keys and values to their pages. K = 2880.
+// QKV + bias + rotation; queries to `query`, keys and values to their pages. K = 2880. With `norm_weight` x is the
+// residual stream and is RMS-normalised on the way in; without it x is normed already.
 int antiphon_qkv_rope(const void* x, const void* weight, const void* bias, const void* norm_weight, float eps,
                       int tokens, const void* positions, const void* slot, const void* rotation, void* query,
                       void* kv_layer, int64_t page_stride, int query_heads, int kv_heads, int page_size, int pdl,
@@ -272,7 +273,8 @@ int antiphon_qkv_rope(const void* x, const void* weight, const void* bias, const
   args.query_heads = query_heads;
   args.kv_heads = kv_heads;
   args.page_size = page_size;
-  return dispatch<9, 10, QKV_ROPE, true>(args, args.rows / 16, pdl != 0, static_cast<cudaStream_t>(stream));
+  const auto run = norm_weight ? dispatch<9, 10, QKV_ROPE, true> : dispatch<9, 10, QKV_ROPE, false>;
+  return run(args, args.rows / 16, pdl != 0, static_cast<cudaStream_t>(stream));
 }
 
 // residual += x W^T + bias. K = 4096, rows a multiple of 16.

@@ -60,7 +60,7 @@ def _require(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: s
 
 def qkv_rope(
     x: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     weight: Tensor,
     bias: Tensor,
@@ -71,11 +71,12 @@ def qkv_rope(
     query: Tensor,
     pdl: bool = False,
 ) -> Tensor:
-    """RMSNorm, QKV projection with bias, YaRN rotation, and the write of k and v to their pages.
+    """QKV projection with bias, YaRN rotation, and the write of k and v to their pages.
 
     Args:
-        x: [T, 2880] bf16 residual stream, 1 <= T <= 16.
-        norm_weight: [2880] bf16. weight: [(Q + 2 G) * 64, 2880] bf16. bias: [(Q + 2 G) * 64] bf16.
+        x: [T, 2880] bf16, 1 <= T <= 16: the residual stream, to be RMS-normalised here with ``norm_weight``
+            [2880] bf16; or, when that is None, states that are normed already.
+        weight: [(Q + 2 G) * 64, 2880] bf16. bias: [(Q + 2 G) * 64] bf16.
         positions, slot: [T] int64; a negative slot is not stored.
         rotation: [positions, 32, 2] float32 from ``rope.rotation_table``.
         kv_layer: [N, G, 2, S, 64] bf16 view with contiguous inner dimensions.
@@ -88,7 +89,8 @@ def qkv_rope(
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"{tokens} tokens, expected 1 to {MAX_TOKENS}")
     _require(x, (tokens, HIDDEN), torch.bfloat16, "x")
-    _require(norm_weight, (HIDDEN,), torch.bfloat16, "norm_weight")
+    if norm_weight is not None:
+        _require(norm_weight, (HIDDEN,), torch.bfloat16, "norm_weight")
     _require(weight, (rows, HIDDEN), torch.bfloat16, "weight")
     _require(bias, (rows,), torch.bfloat16, "bias")
     _require(positions, (tokens,), torch.int64, "positions")
@@ -99,7 +101,8 @@ def qkv_rope(
             f"kv_layer is {tuple(kv_layer.shape)} {kv_layer.dtype}, expected [N, G, 2, S, 64] bf16"
         )
     status = _library().antiphon_qkv_rope(
-        *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), norm_weight.data_ptr(), eps, tokens),
+        *(x.data_ptr(), weight.data_ptr(), bias.data_ptr()),
+        *(None if norm_weight is None else norm_weight.data_ptr(), eps, tokens),
         *(positions.data_ptr(), slot.data_ptr(), rotation.data_ptr(), query.data_ptr(), kv_layer.data_ptr()),
         *(kv_layer.stride(0), query_heads, kv_heads, page_size, int(pdl), _stream()),
     )
