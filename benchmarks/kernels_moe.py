@@ -1,0 +1,211 @@
+"""The MoE kernels on one GPU: error against the plain op, time a layer, and ratio to the memory floor.
+
+Run: ``python -m antiphon.benchmarks.kernels_moe [--out FILE] [--tune]``. Weights and routings rotate over several
+layers inside one CUDA graph, so that L2 serves none of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from antiphon.benchmarks.timing import graph_time_us, relative_error
+from antiphon.kernels import reference
+from antiphon.kernels.moe import decode
+from antiphon.kernels.moe.build import LIBRARY
+from antiphon.kernels.moe.decode import LaunchPlan, MoeWorkspace, Routing
+from antiphon.kernels.moe.streamed import DIM, StreamedExperts
+from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
+
+BYTES_PER_S = 4.8e12
+EXPERT_BYTES = 3 * DIM * (DIM // 2 + DIM // 32)
+BOUND = 5e-3
+Record = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's experts, its router, and a workspace of its own."""
+
+    experts: StreamedExperts
+    router: Tensor
+    router_bias: Tensor
+    workspace: MoeWorkspace
+
+
+def random_matrix(experts: int, rows: int) -> ExpertMatrix:
+    """Random codes; scales such that activations keep their size."""
+    blocks = torch.randint(0, 256, (experts, rows, DIM // 32, 16), dtype=torch.uint8, device="cuda")
+    scales = torch.randint(117, 121, (experts, rows, DIM // 32), device="cuda").to(torch.uint8)
+    return ExpertMatrix(blocks, scales)
+
+
+def random_layer(experts: int, max_tokens: int) -> tuple[Layer, ExpertMatrix, ExpertMatrix]:
+    """A layer and its checkpoint matrices."""
+    gate_up, down = random_matrix(experts, 2 * DIM), random_matrix(experts, DIM)
+    gate_up_bias = torch.randn(experts, 2 * DIM, device="cuda") * 0.5
+    down_bias = torch.randn(experts, DIM, device="cuda") * 0.5
+    return (
+        Layer(
+            StreamedExperts.from_checkpoint(gate_up, gate_up_bias, down, down_bias),
+            (torch.randn(experts, DIM, device="cuda") / 54).bfloat16(),
+            torch.zeros(experts, device="cuda").bfloat16(),
+            MoeWorkspace(max_tokens, experts, torch.device("cuda")),
+        ),
+        gate_up,
+        down,
+    )
+
+
+def layer_error(
+    layer: Layer, gate_up: ExpertMatrix, down: ExpertMatrix, x: Tensor, routing: Routing
+) -> float:
+    """Relative L2 of the whole layer against the plain op in float32, poisoned first."""
+    layer.workspace.hidden.fill_(float("nan"))
+    layer.workspace.partial.fill_(float("nan"))
+    out = decode.moe_streamed(x, routing, layer.experts, layer.workspace, torch.full_like(x, float("nan")))
+    used, local = routing.expert_ids.unique(return_inverse=True)
+    plain = reference.moe(
+        x.float(),
+        local,
+        routing.expert_weights.float(),
+        dequantize_mxfp4(ExpertMatrix(gate_up.blocks[used], gate_up.scales[used])),
+        layer.experts.gate_up_bias[used].float(),
+        dequantize_mxfp4(ExpertMatrix(down.blocks[used], down.scales[used])),
+        layer.experts.down_bias[used].float(),
+    )
+    return relative_error(out, plain)
+
+
+def experts_only(x: Tensor, routing: Routing, layer: Layer) -> None:
+    """Both projections without routing and combine."""
+    decode.run_experts(x, routing, layer.experts, layer.workspace)
+
+
+def whole(x: Tensor, layer: Layer, plan: LaunchPlan, out: Tensor) -> None:
+    """Route, both projections, combine."""
+    routing = decode.route_grouped(x, layer.router, layer.router_bias, layer.workspace, plan)
+    decode.moe_streamed(x, routing, layer.experts, layer.workspace, out)
+
+
+def measure(layers: list[Layer], tokens: int, plan: LaunchPlan, rounds: int) -> dict[str, float]:
+    """Times of the parts in microseconds a layer, and the bytes' floor."""
+    inputs = [torch.randn(tokens, DIM, device="cuda").bfloat16() for _ in layers]
+    out = torch.empty(tokens, DIM, device="cuda", dtype=torch.bfloat16)
+    routings, distinct = [], 0
+    for layer, x in zip(layers, inputs, strict=True):
+        routing = decode.route_grouped(x, layer.router, layer.router_bias, layer.workspace, plan)
+        routings.append(routing)
+        distinct += int(routing.expert_ids.unique().numel())
+    pairs = zip(inputs, routings, layers, strict=True)
+    steps = zip(inputs, layers, strict=True)
+    return {
+        "experts": graph_time_us([partial(experts_only, *each) for each in pairs], rounds=rounds),
+        "layer": graph_time_us([partial(whole, x, layer, plan, out) for x, layer in steps], rounds=rounds),
+        "route": graph_time_us(
+            [
+                partial(decode.route_grouped, x, layer.router, layer.router_bias, layer.workspace, plan)
+                for x, layer in zip(inputs, layers, strict=True)
+            ],
+            rounds=rounds,
+        ),
+        "floor": distinct / len(layers) * EXPERT_BYTES / BYTES_PER_S * 1e6,
+    }
+
+
+def decode_point(
+    model: str,
+    layers: list[Layer],
+    matrices: tuple[ExpertMatrix, ExpertMatrix],
+    tokens: int,
+    plan: LaunchPlan,
+) -> Record:
+    """Check and time one batch size under one plan; prints a row."""
+    x = torch.randn(tokens, DIM, device="cuda").bfloat16()
+    first = layers[0]
+    routing = decode.route_grouped(x, first.router, first.router_bias, first.workspace, plan)
+    error = layer_error(first, *matrices, x, routing)
+    times = measure(layers, tokens, plan, rounds=max(1, 64 // (len(layers) * tokens)))
+    print(
+        f"{model:5s} B={tokens:<4d} tile={plan.token_tile:<2d} splits={plan.splits} "
+        f"pdl={int(plan.overlap)} err {error:8.1e} {'ok ' if error <= BOUND else 'BAD'}"
+        f" experts {times['experts']:7.1f} layer {times['layer']:7.1f} route {times['route']:5.1f}"
+        f" floor {times['floor']:6.1f} us  {times['floor'] / times['experts']:.2f}",
+        flush=True,
+    )
+    return {
+        "bench": "kernel",
+        "kernel": "moe_streamed",
+        "model": model,
+        "batch": tokens,
+        "plan": {"token_tile": plan.token_tile, "splits": plan.splits, "overlap": plan.overlap},
+        "error": error,
+        "ok": error <= BOUND,
+        "value": times["layer"],
+        "parts": times,
+        "unit": "us",
+        "floor": times["floor"],
+    }
+
+
+def plans_to_try(tokens: int, experts: int, tune: bool) -> list[LaunchPlan]:
+    """The default plan, and with ``tune`` its neighbours."""
+    default = decode.plan_launch(tokens, experts)
+    plans = [default]
+    if tune:
+        others = [
+            LaunchPlan(tile, splits, overlap)
+            for tile in decode.TOKEN_TILES
+            for splits in (1, 5)
+            for overlap in (True, False)
+            if splits == 1 or tokens * decode.TOP_K <= decode.MAX_SPLIT_PAIRS
+        ]
+        plans += [
+            plan
+            for plan in others
+            if plan != default
+            and (plan.overlap or plan.token_tile == default.token_tile)
+            and (tokens > 8 or plan.token_tile == 8)
+        ]
+    return plans
+
+
+def decode_table(
+    model: str, experts: int, layer_count: int, batches: tuple[int, ...], tune: bool
+) -> list[Record]:
+    """Every batch size of one model's shape."""
+    built = [random_layer(experts, max(batches)) for _ in range(layer_count)]
+    layers = [layer for layer, _, _ in built]
+    matrices = built[0][1:]
+    return [
+        decode_point(model, layers, matrices, tokens, plan)
+        for tokens in batches
+        for plan in plans_to_try(tokens, experts, tune)
+    ]
+
+
+def main() -> None:
+    """Build the library, run every point; exit with 1 when one is out of its error bound."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tune", action="store_true", help="also time other launch plans")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    LIBRARY.build()
+    rows = decode_table("20b", 32, 6, (1, 2, 4, 8, 16, 32, 64, 128, 256), options.tune)
+    torch.cuda.empty_cache()
+    rows += decode_table("120b", 128, 3, (1, 8, 32, 64, 128, 256), options.tune)
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1))
+    if not all(row["ok"] for row in rows):
+        raise SystemExit("a kernel is out of its error bound")
+
+
+if __name__ == "__main__":
+    main()

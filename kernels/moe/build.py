@@ -1,0 +1,66 @@
+"""The CUDA library of the MoE kernels and its launchers, typed.
+
+The launchers are plain C functions that take device pointers and a stream and return a CUDA error code; no
+torch header is compiled, so the library serves any torch version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from antiphon.kernels.cuda_library import CudaLibrary
+
+_SOURCES = Path(__file__).with_name("csrc")
+LIBRARY = CudaLibrary(
+    "moe",
+    sources=tuple(sorted(_SOURCES.glob("*.cu"))),
+    headers=tuple(sorted(_SOURCES.glob("*.cuh"))),
+)
+
+_POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    # weights, bias, x, order, tiles, tile_count, hidden, pairs, top_k, token_tile, grid, overlap, stream
+    "antiphon_moe_gate_up": (*(_POINTER,) * 7, *(_NUMBER,) * 5, _POINTER),
+    # weights, bias, hidden, order, tiles, tile_count, pair_weight, partial, pairs, splits, token_tile, grid,
+    # overlap, stream
+    "antiphon_moe_down": (*(_POINTER,) * 8, *(_NUMBER,) * 5, _POINTER),
+    # ids, pairs, order, tiles, tile_count, first_expert, experts, token_tile, overlap, stream
+    "antiphon_moe_group": (_POINTER, _NUMBER, *(_POINTER,) * 3, *(_NUMBER,) * 4, _POINTER),
+    # x, weight, bias, logits, ids, weights, ticket, tokens, all_experts, order, tiles, tile_count,
+    # first_expert, experts, token_tile, overlap, stream
+    "antiphon_moe_route": (*(_POINTER,) * 7, *(_NUMBER,) * 2, *(_POINTER,) * 3, *(_NUMBER,) * 4, _POINTER),
+    # partial, ids, out, tokens, top_k, splits, first_expert, experts, overlap, stream
+    "antiphon_moe_combine": (*(_POINTER,) * 3, *(_NUMBER,) * 6, _POINTER),
+    # partial, ids, residual, norm, out, new_residual, eps, tokens, top_k, splits, first_expert, experts,
+    # overlap, stream
+    "antiphon_moe_combine_norm": (*(_POINTER,) * 6, _REAL, *(_NUMBER,) * 6, _POINTER),
+}
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = LIBRARY.load()
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = list(arguments)
+        function.restype = ctypes.c_int
+    library.antiphon_moe_error.argtypes = [ctypes.c_int]
+    library.antiphon_moe_error.restype = ctypes.c_char_p
+    return library
+
+
+def launch(name: str, *arguments: int | float) -> None:
+    """Launch ``antiphon_moe_<name>`` on torch's current stream, which is appended to the arguments.
+
+    Raises:
+        KernelLibraryError: the library was not built.
+        RuntimeError: CUDA refused the launch; names the kernel and the reason.
+    """
+    library = _library()
+    status = getattr(library, f"antiphon_moe_{name}")(*arguments, torch.cuda.current_stream().cuda_stream)
+    if status != 0:
+        raise RuntimeError(f"moe {name}: {library.antiphon_moe_error(status).decode()}")

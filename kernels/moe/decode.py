@@ -1,0 +1,268 @@
+"""The MoE of a small batch on sm_90: MXFP4 weights streamed once, bf16 activations, deterministic combine.
+
+Four launches a layer: route (logits, top-4, softmax, grouping), gate/up with SwiGLU, down with the routing
+weight, combine (optionally with the residual add and the next norm). Each may overlap its predecessor's end
+through programmatic dependent launch; ``overlap`` turns that on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels.moe.build import launch
+from antiphon.kernels.moe.streamed import DIM, StreamedExperts
+
+TOP_K = 4
+MAX_TOKENS = 512
+MAX_EXPERTS = 128
+TOKEN_TILES = (8, 16, 24)
+MAX_SPLIT_PAIRS = 64
+"""Largest number of (token, k) pairs for which the down projection may run in slices."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """How a step of a given size is cut up.
+
+    Attributes:
+        token_tile: tokens of one expert that share one pass over its weights (8, 16 or 24).
+        splits: slices of the down projection's columns that run as separate items (1 or 5).
+        overlap: programmatic dependent launch.
+    """
+
+    token_tile: int
+    splits: int
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if self.token_tile not in TOKEN_TILES:
+            raise ValueError(f"token_tile {self.token_tile} is not one of {TOKEN_TILES}")
+        if self.splits not in (1, 5):
+            raise ValueError(f"splits {self.splits} is not 1 or 5")
+
+
+def plan_launch(tokens: int, experts: int) -> LaunchPlan:
+    """The plan for ``tokens`` tokens spread evenly over ``experts`` experts of the model.
+
+    A tile holds the mean load of an expert and two standard deviations, since an expert with two tiles reads
+    its weights twice; a larger tile leaves less shared memory for bytes in flight.
+    """
+    mean = tokens * TOP_K / experts
+    load = min(tokens, mean + 2.0 * math.sqrt(mean))
+    tile = next((size for size in TOKEN_TILES if load <= size), TOKEN_TILES[-1])
+    return LaunchPlan(token_tile=tile, splits=5 if tokens <= 2 else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which experts serve which tokens, and the same grouped by expert.
+
+    Attributes:
+        expert_ids: [T, 4] int64, of the whole model; a negative id is padding.
+        expert_weights: [T, 4] bf16.
+        order: [T * 4] int32, pair (token * 4 + k) of each slot, by expert and then by pair.
+        tiles: [tiles, 4] int32, (local expert, first slot, slots, 0).
+        tile_count: [1] int32, tiles in use.
+        plan: what the grouping was made for.
+    """
+
+    expert_ids: Tensor
+    expert_weights: Tensor
+    order: Tensor
+    tiles: Tensor
+    tile_count: Tensor
+    plan: LaunchPlan
+
+
+class MoeWorkspace:
+    """Buffers that the launches of one layer share; layers use the same ones in turn, on one stream.
+
+    Args:
+        max_tokens: largest step.
+        all_experts: experts of the model.
+        first_expert, experts: the contiguous range that this rank holds; all of them by default.
+
+    Raises:
+        ValueError: beyond 512 tokens or 128 experts.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        all_experts: int,
+        device: torch.device,
+        first_expert: int = 0,
+        experts: int | None = None,
+    ) -> None:
+        if not 1 <= max_tokens <= MAX_TOKENS or not 1 <= all_experts <= MAX_EXPERTS:
+            raise ValueError(
+                f"{max_tokens} tokens and {all_experts} experts; the streaming kernels take 1 to "
+                f"{MAX_TOKENS} and 1 to {MAX_EXPERTS}"
+            )
+        self.max_tokens = max_tokens
+        self.all_experts = all_experts
+        self.first_expert = first_expert
+        self.experts = all_experts - first_expert if experts is None else experts
+        if first_expert < 0 or self.experts < 1 or first_expert + self.experts > all_experts:
+            raise ValueError(f"experts {first_expert} + {self.experts} are not within {all_experts}")
+        self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        pairs = max_tokens * TOP_K
+        tiles = min(pairs, self.experts + pairs // TOKEN_TILES[0])
+        self.expert_ids = torch.empty(max_tokens, TOP_K, dtype=torch.int64, device=device)
+        self.expert_weights = torch.empty(max_tokens, TOP_K, dtype=torch.bfloat16, device=device)
+        self.order = torch.empty(pairs, dtype=torch.int32, device=device)
+        self.tiles = torch.empty(tiles, 4, dtype=torch.int32, device=device)
+        self.tile_count = torch.zeros(1, dtype=torch.int32, device=device)
+        self.logits = torch.empty(max_tokens, all_experts, dtype=torch.float32, device=device)
+        self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self.hidden = torch.empty(pairs, DIM, dtype=torch.bfloat16, device=device)
+        # Slices pay for a few tokens only, whose partial sums are small anyway.
+        rows = max(pairs, 5 * min(pairs, MAX_SPLIT_PAIRS))
+        self.partial = torch.empty(rows, DIM, dtype=torch.float32, device=device)
+
+
+def route_grouped(
+    x: Tensor, weight: Tensor, bias: Tensor, workspace: MoeWorkspace, plan: LaunchPlan | None = None
+) -> Routing:
+    """``reference.route`` with top_k 4 and the grouping by expert, in one launch.
+
+    Args:
+        x: [T, 2880] bf16. weight: [E, 2880] bf16. bias: [E] bf16.
+
+    Returns:
+        views of the workspace's buffers, valid until its next routing.
+    """
+    tokens = _check_tokens(x, workspace)
+    _check(weight, (workspace.all_experts, DIM), torch.bfloat16, "router weight")
+    _check(bias, (workspace.all_experts,), torch.bfloat16, "router bias")
+    plan = plan or plan_launch(tokens, workspace.all_experts)
+    ids, weights = workspace.expert_ids[:tokens], workspace.expert_weights[:tokens]
+    launch(
+        "route",
+        *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), workspace.logits.data_ptr()),
+        *(ids.data_ptr(), weights.data_ptr(), workspace.ticket.data_ptr(), tokens, workspace.all_experts),
+        *(workspace.order.data_ptr(), workspace.tiles.data_ptr(), workspace.tile_count.data_ptr()),
+        *(workspace.first_expert, workspace.experts, plan.token_tile, int(plan.overlap)),
+    )
+    return Routing(ids, weights, workspace.order, workspace.tiles, workspace.tile_count, plan)
+
+
+def group(
+    expert_ids: Tensor, expert_weights: Tensor, workspace: MoeWorkspace, plan: LaunchPlan | None = None
+) -> Routing:
+    """Group a routing that was made elsewhere. expert_ids [T, 4] int64, expert_weights [T, 4] bf16."""
+    tokens = expert_ids.shape[0]
+    if not 1 <= tokens <= workspace.max_tokens:
+        raise ValueError(f"{tokens} tokens, the workspace holds 1 to {workspace.max_tokens}")
+    _check(expert_ids, (tokens, TOP_K), torch.int64, "expert_ids")
+    _check(expert_weights, (tokens, TOP_K), torch.bfloat16, "expert_weights")
+    plan = plan or plan_launch(tokens, workspace.all_experts)
+    launch(
+        "group",
+        *(expert_ids.data_ptr(), tokens * TOP_K, workspace.order.data_ptr(), workspace.tiles.data_ptr()),
+        *(workspace.tile_count.data_ptr(), workspace.first_expert, workspace.experts, plan.token_tile),
+        int(plan.overlap),
+    )
+    return Routing(expert_ids, expert_weights, workspace.order, workspace.tiles, workspace.tile_count, plan)
+
+
+def moe_streamed(
+    x: Tensor,
+    routing: Routing,
+    experts: StreamedExperts,
+    workspace: MoeWorkspace,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``reference.moe`` on streamed weights; the sum of this rank's experts.
+
+    Args:
+        x: [T, 2880] bf16.
+        out: [T, 2880] bf16, allocated when None.
+
+    Returns:
+        ``out``: float32 sums over k in order, rounded once; identical from run to run.
+    """
+    tokens = _check_tokens(x, workspace)
+    out = torch.empty_like(x) if out is None else out
+    _check(out, (tokens, DIM), torch.bfloat16, "out")
+    run_experts(x, routing, experts, workspace)
+    launch(
+        "combine",
+        *(workspace.partial.data_ptr(), routing.expert_ids.data_ptr(), out.data_ptr(), tokens, TOP_K),
+        *(routing.plan.splits, workspace.first_expert, workspace.experts, int(routing.plan.overlap)),
+    )
+    return out
+
+
+def moe_add_rms_norm(
+    x: Tensor,
+    routing: Routing,
+    experts: StreamedExperts,
+    workspace: MoeWorkspace,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``moe_streamed``, then ``residual += moe`` in place, then the next RMSNorm of the new residual.
+
+    Args:
+        x, residual: [T, 2880] bf16. norm_weight: [2880] bf16.
+
+    Returns:
+        the normed states [T, 2880] bf16.
+    """
+    tokens = _check_tokens(x, workspace)
+    out = torch.empty_like(x) if out is None else out
+    _check(out, (tokens, DIM), torch.bfloat16, "out")
+    _check(residual, (tokens, DIM), torch.bfloat16, "residual")
+    _check(norm_weight, (DIM,), torch.bfloat16, "norm_weight")
+    run_experts(x, routing, experts, workspace)
+    launch(
+        "combine_norm",
+        *(workspace.partial.data_ptr(), routing.expert_ids.data_ptr(), residual.data_ptr()),
+        *(norm_weight.data_ptr(), out.data_ptr(), residual.data_ptr(), eps, tokens, TOP_K),
+        *(routing.plan.splits, workspace.first_expert, workspace.experts, int(routing.plan.overlap)),
+    )
+    return out
+
+
+def run_experts(x: Tensor, routing: Routing, experts: StreamedExperts, workspace: MoeWorkspace) -> None:
+    """Both projections, without the combine: x -> workspace.hidden -> workspace.partial."""
+    if experts.experts != workspace.experts:
+        raise ValueError(f"weights of {experts.experts} experts, the workspace is for {workspace.experts}")
+    pairs = x.shape[0] * TOP_K
+    plan = routing.plan
+    if pairs * plan.splits > workspace.partial.shape[0]:
+        raise ValueError(f"{plan.splits} splits of {pairs} pairs do not fit the workspace")
+    grouping = (routing.order.data_ptr(), routing.tiles.data_ptr(), routing.tile_count.data_ptr())
+    launch(
+        "gate_up",
+        *(experts.gate_up.data_ptr(), experts.gate_up_bias.data_ptr(), x.data_ptr(), *grouping),
+        *(workspace.hidden.data_ptr(), pairs, TOP_K, plan.token_tile, workspace.blocks, int(plan.overlap)),
+    )
+    launch(
+        "down",
+        *(experts.down.data_ptr(), experts.down_bias.data_ptr(), workspace.hidden.data_ptr(), *grouping),
+        *(routing.expert_weights.data_ptr(), workspace.partial.data_ptr(), pairs, plan.splits),
+        *(plan.token_tile, workspace.blocks, int(plan.overlap)),
+    )
+
+
+def _check_tokens(x: Tensor, workspace: MoeWorkspace) -> int:
+    tokens = x.shape[0]
+    if not 1 <= tokens <= workspace.max_tokens:
+        raise ValueError(f"{tokens} tokens, the workspace holds 1 to {workspace.max_tokens}")
+    _check(x, (tokens, DIM), torch.bfloat16, "x")
+    return tokens
+
+
+def _check(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected contiguous {shape} {dtype}"
+        )

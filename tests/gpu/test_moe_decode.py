@@ -1,0 +1,226 @@
+"""The streamed MoE and its routing on the GPU against the plain ops in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.benchmarks.timing import relative_error
+from antiphon.kernels import reference
+from antiphon.kernels.moe.decode import (
+    LaunchPlan,
+    MoeWorkspace,
+    Routing,
+    group,
+    moe_add_rms_norm,
+    moe_streamed,
+    route_grouped,
+)
+from antiphon.kernels.moe.streamed import DIM, StreamedExperts
+from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+EXPERTS = 8
+BOUND = 5e-3
+
+
+class Layer:
+    """Random experts in both forms; ``gain`` moves the block scales, and with them the clamps' use."""
+
+    def __init__(self, experts: int = EXPERTS, gain: int = 0) -> None:
+        def matrix(rows: int) -> ExpertMatrix:
+            blocks = torch.randint(0, 256, (experts, rows, 90, 16), dtype=torch.uint8, device="cuda")
+            scales = torch.randint(116 + gain, 122 + gain, (experts, rows, 90), device="cuda")
+            return ExpertMatrix(blocks, scales.to(torch.uint8))
+
+        gate_up, down = matrix(2 * DIM), matrix(DIM)
+        self.gate_up_bias = torch.randn(experts, 2 * DIM, device="cuda").bfloat16()
+        self.down_bias = torch.randn(experts, DIM, device="cuda").bfloat16()
+        self.gate_up, self.down = dequantize_mxfp4(gate_up), dequantize_mxfp4(down)
+        self.streamed = StreamedExperts.from_checkpoint(gate_up, self.gate_up_bias, down, self.down_bias)
+
+    def plain(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return reference.moe(
+            x.float(),
+            ids,
+            weights.float(),
+            self.gate_up,
+            self.gate_up_bias.float(),
+            self.down,
+            self.down_bias.float(),
+        )
+
+
+@pytest.fixture(scope="module")
+def layer() -> Layer:
+    torch.manual_seed(1)
+    return Layer()
+
+
+def random_routing(tokens: int, experts: int = EXPERTS) -> tuple[Tensor, Tensor]:
+    logits = torch.randn(tokens, experts, device="cuda")
+    ids = logits.topk(4, dim=-1).indices
+    return ids, torch.softmax(torch.randn(tokens, 4, device="cuda"), -1).bfloat16()
+
+
+def poison(workspace: MoeWorkspace) -> None:
+    workspace.hidden.fill_(float("nan"))
+    workspace.partial.fill_(float("nan"))
+    workspace.order.fill_(-(2**30))
+    workspace.tiles.fill_(-(2**30))
+
+
+def run(x: Tensor, ids: Tensor, weights: Tensor, layer: Layer, plan: LaunchPlan | None = None) -> Tensor:
+    workspace = MoeWorkspace(x.shape[0], layer.streamed.experts, x.device)
+    poison(workspace)
+    routing = group(ids, weights, workspace, plan)
+    return moe_streamed(x, routing, layer.streamed, workspace, torch.full_like(x, float("nan")))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8, 9, 16, 31, 33, 64, 129, 256])
+def test_moe_matches_the_plain_op(layer: Layer, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, DIM, device="cuda").bfloat16()
+    ids, weights = random_routing(tokens)
+    out = run(x, ids, weights, layer)
+    assert relative_error(out, layer.plain(x, ids, weights)) <= BOUND
+    assert torch.equal(out, run(x, ids, weights, layer))
+
+
+@pytest.mark.parametrize("token_tile", [8, 16, 24])
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_plan(layer: Layer, token_tile: int, splits: int, overlap: bool) -> None:
+    torch.manual_seed(5)
+    x = torch.randn(13, DIM, device="cuda").bfloat16()
+    ids, weights = random_routing(13)
+    plan = LaunchPlan(token_tile, splits, overlap)
+    assert relative_error(run(x, ids, weights, layer, plan), layer.plain(x, ids, weights)) <= BOUND
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_all_tokens_to_the_same_experts_and_empty_ones(layer: Layer, tokens: int) -> None:
+    x = torch.randn(tokens, DIM, device="cuda").bfloat16()
+    ids = torch.tensor([[7, 0, 3, 5]], device="cuda").repeat(tokens, 1)
+    weights = random_routing(tokens)[1]
+    assert relative_error(run(x, ids, weights, layer), layer.plain(x, ids, weights)) <= BOUND
+
+
+def test_values_beyond_the_clamps_and_outlier_channels() -> None:
+    torch.manual_seed(9)
+    layer = Layer(gain=3)
+    x = torch.randn(6, DIM, device="cuda") * torch.logspace(-3, 2, 6, device="cuda")[:, None]
+    x[2, 77] = 3000.0
+    x = x.bfloat16()
+    ids, weights = random_routing(6)
+    plain = layer.plain(x, ids, weights)
+    out = run(x, ids, weights, layer)
+    for token in range(6):
+        assert relative_error(out[token], plain[token]) <= BOUND
+
+
+def test_padding_tokens_yield_zeros(layer: Layer) -> None:
+    x = torch.randn(5, DIM, device="cuda").bfloat16()
+    ids, weights = random_routing(5)
+    ids[3:] = -1
+    out = run(x, ids, weights, layer)
+    assert not out[3:].any()
+    assert relative_error(out[:3], layer.plain(x[:3], ids[:3], weights[:3])) <= BOUND
+
+
+def test_ranks_of_experts_add_up(layer: Layer) -> None:
+    x = torch.randn(11, DIM, device="cuda").bfloat16()
+    ids, weights = random_routing(11)
+    total = torch.zeros(11, DIM, device="cuda")
+    for first in (0, 4):
+        part = StreamedExperts(
+            *(
+                tensor[first : first + 4].contiguous()
+                for tensor in (
+                    layer.streamed.gate_up,
+                    layer.streamed.gate_up_bias,
+                    layer.streamed.down,
+                    layer.streamed.down_bias,
+                )
+            )
+        )
+        workspace = MoeWorkspace(16, EXPERTS, x.device, first_expert=first, experts=4)
+        poison(workspace)
+        total += moe_streamed(x, group(ids, weights, workspace), part, workspace).float()
+    assert relative_error(total, layer.plain(x, ids, weights)) <= BOUND
+
+
+def check_grouping(routing: Routing, token_tile: int) -> None:
+    ids = routing.expert_ids.flatten()
+    pairs = ids.numel()
+    order = routing.order[:pairs].long()
+    expected = torch.argsort(ids, stable=True)
+    assert torch.equal(order, expected)
+    tiles = routing.tiles[: int(routing.tile_count)].tolist()
+    counts = torch.bincount(ids).tolist()
+    built, slot = [], 0
+    for expert, count in enumerate(counts):
+        for begin in range(0, count, token_tile):
+            built.append([expert, slot + begin, min(token_tile, count - begin), 0])
+        slot += count
+    assert tiles == built
+
+
+@pytest.mark.parametrize("experts", [32, 128])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 33, 128, 512])
+def test_router_matches_the_plain_op(experts: int, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, DIM, device="cuda").bfloat16()
+    weight = (torch.randn(experts, DIM, device="cuda") / 54).bfloat16()
+    bias = torch.randn(experts, device="cuda").bfloat16()
+    workspace = MoeWorkspace(tokens, experts, x.device)
+    poison(workspace)
+    for _ in range(2):  # the second launch shows that the first left the ticket as it found it
+        routing = route_grouped(x, weight, bias, workspace)
+    logits = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    ids, weights = reference.route(x, weight, bias, 4)
+    best = logits.sort(dim=-1, descending=True).values
+    clear = ((best[:, :4] - best[:, 1:5]) > 1e-4).all(-1)  # a tie within rounding may fall either way
+    assert int(clear.sum()) >= 0.9 * tokens
+    assert torch.equal(routing.expert_ids[clear], ids[clear])
+    assert relative_error(routing.expert_weights[clear], weights[clear]) <= BOUND
+    check_grouping(routing, routing.plan.token_tile)
+
+
+def test_equal_logits_go_to_the_lowest_ids() -> None:
+    x = torch.randn(3, DIM, device="cuda").bfloat16()
+    weight = torch.zeros(32, DIM, device="cuda").bfloat16()
+    bias = torch.zeros(32, device="cuda").bfloat16()
+    bias[9] = 1.0
+    routing = route_grouped(x, weight, bias, MoeWorkspace(3, 32, x.device))
+    assert routing.expert_ids.tolist() == [[9, 0, 1, 2]] * 3
+
+
+def test_fused_residual_and_norm(layer: Layer) -> None:
+    torch.manual_seed(4)
+    x, residual = (torch.randn(10, DIM, device="cuda").bfloat16() for _ in range(2))
+    norm = torch.rand(DIM, device="cuda").bfloat16() + 0.5
+    ids, weights = random_routing(10)
+    workspace = MoeWorkspace(10, EXPERTS, x.device)
+    routing = group(ids, weights, workspace)
+    moe = moe_streamed(x, routing, layer.streamed, workspace)
+    expected, total = reference.add_rms_norm(moe, residual, norm, 1e-5)
+    out = moe_add_rms_norm(x, routing, layer.streamed, workspace, residual, norm, 1e-5)
+    assert torch.equal(residual, total)
+    assert relative_error(out, expected) <= 3e-3
+
+
+def test_too_many_tokens_and_foreign_tensors_are_refused(layer: Layer) -> None:
+    workspace = MoeWorkspace(4, EXPERTS, torch.device("cuda"))
+    with pytest.raises(ValueError, match="5 tokens"):
+        group(*random_routing(5), workspace)
+    ids, weights = random_routing(4)
+    with pytest.raises(ValueError, match="x is"):
+        moe_streamed(
+            torch.randn(4, DIM, device="cuda"), group(ids, weights, workspace), layer.streamed, workspace
+        )
