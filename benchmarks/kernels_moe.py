@@ -1,7 +1,7 @@
 """The MoE kernels on one GPU: error against the plain op, time a layer, and ratio to the memory floor.
 
-Run: ``python -m antiphon.benchmarks.kernels_moe [--out FILE] [--tune]``. Weights and routings rotate over several
-layers inside one CUDA graph, so that L2 serves none of them.
+Run: ``python -m antiphon.benchmarks.kernels_moe [--out FILE] [--tune]``. Weights and routings rotate over
+several layers inside one CUDA graph, so that L2 serves none of them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def layer_error(
     layer.workspace.hidden.fill_(float("nan"))
     layer.workspace.partial.fill_(float("nan"))
     out = decode.moe_streamed(x, routing, layer.experts, layer.workspace, torch.full_like(x, float("nan")))
-    used, local = routing.expert_ids.unique(return_inverse=True)
+    used, local = torch.unique(routing.expert_ids, return_inverse=True)
     plain = reference.moe(
         x.float(),
         local,
@@ -102,7 +102,7 @@ def measure(layers: list[Layer], tokens: int, plan: LaunchPlan, rounds: int) -> 
     for layer, x in zip(layers, inputs, strict=True):
         routing = decode.route_grouped(x, layer.router, layer.router_bias, layer.workspace, plan)
         routings.append(routing)
-        distinct += int(routing.expert_ids.unique().numel())
+        distinct += len(set(routing.expert_ids.flatten().tolist()))
     pairs = zip(inputs, routings, layers, strict=True)
     steps = zip(inputs, layers, strict=True)
     return {

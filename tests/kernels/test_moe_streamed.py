@@ -1,4 +1,4 @@
-"""The streamed MXFP4 layout: nothing lost, and every lane's bytes are the tensor-core operand they stand for."""
+"""The streamed MXFP4 layout: nothing lost, and every lane's bytes are the operand they stand for."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_scale_words_hold_both_rows_of_two_blocks(interleaved: bool) -> None:
 
 
 def test_a_bf16_value_is_the_sum_of_two_e4m3_values() -> None:
-    """The kernel's claim: exact down to 2^-9 of the largest magnitude, and off by 2^-17 of it at most below."""
+    """The kernel's claim: exact down to 2^-9 of the largest magnitude, off by 2^-17 of it at most below."""
     x = (torch.randn(4000) * torch.logspace(-6, 2, 4000)).bfloat16().float()
     peak = x.abs().max()
     factor = 2.0 ** (7 - torch.floor(torch.log2(peak)))
