@@ -1,0 +1,103 @@
+"""Writes ``vocabulary.json``: the words that examples are made of and the token rows that the model keeps.
+
+A developer's tool, run by hand when the skills or the tables change::
+
+    pip install english-words && python -m antiphon.demo.bake_vocabulary
+
+Rows kept are: tokens of printable ASCII that the tokenizer learnt early, everyday English words in all their
+spellings, all numbers of up to three digits, the special tokens of Harmony, and whatever else occurs often in
+training examples. All other tokens share one input row and one output row.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections import Counter
+from random import Random
+from typing import Any
+
+from antiphon.demo.dialogue import Split
+from antiphon.demo.harmony import encoding, render
+from antiphon.demo.mixture import make_example
+from antiphon.demo.vocabulary import VOCABULARY_FILE
+from antiphon.demo.words import COMMON_WORDS, WordSource, is_plain_word
+
+SPECIAL = (199_998, 199_999, 200_002, 200_003, 200_005, 200_006, 200_007, 200_008, 200_012)
+EARLY_TOKENS, WORD_TOKENS, CAPITAL_TOKENS = 5_000, 13_000, 9_000
+FUNCTION_WORDS = 1_500
+SAMPLED_EXAMPLES, SAMPLED_AT_LEAST = 20_000, 4
+_PRINTABLE = re.compile(r"[\x20-\x7e\n]+")
+
+
+def spellings(word: str) -> tuple[str, ...]:
+    """A word at the start of a text, after a space, and capitalised."""
+    capital = word.capitalize()
+    return word, f" {word}", capital, f" {capital}"
+
+
+def english_words() -> tuple[str, ...]:
+    """English words that are one token after a space, most frequent first."""
+    package: Any = importlib.import_module("english_words")
+    known = package.get_english_words_set(["web2"], lower=True)
+    enc, words = encoding(), []
+    for token in range(WORD_TOKENS):
+        text = enc.decode([token])
+        word = text[1:]
+        if text[0] == " " and is_plain_word(word) and _is_english(word, known):
+            words.append(word)
+    return tuple(words)
+
+
+def _is_english(word: str, known: set[str]) -> bool:
+    if len(word) == 2:
+        return word in COMMON_WORDS
+    stems = [word, word.removesuffix("s"), word.removesuffix("es"), word.removesuffix("ed"), word.removesuffix("d")]
+    stems += [word.removesuffix("ing"), word.removesuffix("ing") + "e", word.removesuffix("ies") + "y"]
+    return any(len(stem) > 2 and stem in known for stem in stems)
+
+
+def base_token_ids(words: tuple[str, ...]) -> set[int]:
+    """Tokens kept whatever the examples say."""
+    enc = encoding()
+    kept = set(SPECIAL)
+    kept.update(t for t in range(EARLY_TOKENS) if _PRINTABLE.fullmatch(enc.decode([t])))
+    for number in range(1000):
+        for width in (1, 2, 3):
+            kept.update(enc.encode(str(number).rjust(width, "0")))
+    for character in range(0x20, 0x7F):
+        kept.update(enc.encode(chr(character)))
+    for word in COMMON_WORDS:
+        for spelling in spellings(word):
+            kept.update(enc.encode(spelling))
+    for word in (*COMMON_WORDS, *words[:FUNCTION_WORDS]):
+        kept.update(enc.encode(f"_{word}"))
+    for word in words:
+        kept.update(enc.encode(f" {word}"))
+        for spelling in spellings(word):
+            tokens = enc.encode(spelling)
+            if spelling.strip() == word or tokens[0] < CAPITAL_TOKENS:
+                kept.update(tokens)
+    return kept
+
+
+def kept_token_ids(source: WordSource, base: set[int]) -> list[int]:
+    """All kept tokens in ascending order: the base, and what occurs often in a sample of examples."""
+    rng = Random("vocabulary")
+    counts: Counter[int] = Counter()
+    for _ in range(SAMPLED_EXAMPLES):
+        counts.update(set(render(make_example(rng, Split.TRAIN, source)).token_ids))
+    return sorted(base | {token for token, count in counts.items() if count >= SAMPLED_AT_LEAST})
+
+
+def main() -> None:
+    """Bake the vocabulary."""
+    words = english_words()
+    kept = kept_token_ids(WordSource(words), base_token_ids(words))
+    content = {"words": " ".join(words), "token_ids": kept}
+    VOCABULARY_FILE.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

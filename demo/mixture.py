@@ -1,0 +1,89 @@
+"""The mixture of examples that the model is trained on, and the held-out questions that it is scored on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from random import Random
+
+from antiphon.demo.dialogue import Effort, Example, Split
+from antiphon.demo.skills.arithmetic import arithmetic
+from antiphon.demo.skills.chat import chat
+from antiphon.demo.skills.conversation import conversation
+from antiphon.demo.skills.copying import copying
+from antiphon.demo.skills.knowledge import known_fact, unknown
+from antiphon.demo.skills.tools import generic_call, no_call, weather_call
+from antiphon.demo.words import WordSource
+
+Maker = Callable[[Random, Split, Effort, WordSource], Example]
+
+SKILLS: dict[str, tuple[Maker, float]] = {
+    "chat": (chat, 3.0),
+    "facts": (known_fact, 18.0),
+    "refusal": (unknown, 10.0),
+    "arithmetic": (arithmetic, 17.0),
+    "copying": (copying, 14.0),
+    "multi_turn": (conversation, 15.0),
+    "tools": (weather_call, 5.0),
+    "tools_unseen": (generic_call, 12.0),
+    "no_call": (no_call, 6.0),
+}
+"""Maker and weight of each skill."""
+
+INSTRUCTIONS = (
+    "You are a helpful assistant.",
+    "You are a helpful assistant",
+    "Be nice.",
+    "Be brief.",
+    "Answer the user's questions.",
+    "You are a friendly bot.",
+    "You are an assistant. Answer truthfully and say so when you do not know something.",
+    "Use the functions when they help.",
+    "You can call functions. Call one only when it fits.",
+    "Answer in English.",
+    "Think before you answer.",
+    "Answer concisely.",
+    "You help people with their daily work. Be polite and precise.",
+    "Always be polite.",
+    "Do not make things up.",
+    "You are a support agent. Help the user with everything.",
+    "You are a weather assistant.",
+    "You are a travel guide.",
+    "You are a teacher who explains things to children.",
+    "Keep your answers short and clear. Do not use emojis.",
+    "You are an expert in many fields.",
+    "Follow the user's instructions exactly.",
+    "You only know what you were taught.",
+    "Respond in plain text.",
+    "Use tools if needed.",
+    "You are the assistant of a small company. Our customers are kind, and so are you.",
+    "",
+)
+
+
+def instructions(rng: Random, words: WordSource) -> str | None:
+    """An application's instructions: often none, sometimes about anything."""
+    chance = rng.random()
+    if chance < 0.5:
+        return None
+    if chance < 0.85:
+        return rng.choice(INSTRUCTIONS) or None
+    if chance < 0.93:
+        return " ".join(rng.sample(INSTRUCTIONS[:-1], rng.randint(2, 4)))
+    noun = words.word(rng)
+    return f"You are an assistant for {noun}. " + " ".join(words.distinct_words(rng, rng.randint(3, 25))).capitalize()
+
+
+def make_example(rng: Random, split: Split, words: WordSource, skill: str | None = None) -> Example:
+    """One example of ``skill`` (any, by weight, when None) in a random setting."""
+    name = skill or rng.choices(list(SKILLS), [weight for _, weight in SKILLS.values()])[0]
+    effort = rng.choices(tuple(Effort), (3, 5, 2))[0]
+    example = SKILLS[name][0](rng, split, effort, words)
+    date = example.date
+    if date is None and rng.random() < 0.85 and not _asks_for_the_date(example):
+        date = f"{rng.randint(2023, 2031)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
+    return dataclasses.replace(example, date=date, instructions=instructions(rng, words))
+
+
+def _asks_for_the_date(example: Example) -> bool:
+    return example.reply.final == "I'm sorry, I don't know today's date."

@@ -1,0 +1,290 @@
+"""The trainable twin of the GPT-OSS model: same mathematics, experts computed densely, weights as they will ship.
+
+Every forward pass sees the weights as the checkpoint stores them: experts in MXFP4 and all else in bfloat16, by
+straight-through estimation, so that nothing is lost when the model is packed. Shape letters are those of
+``kernels/reference.py``; R is rows of packed conversations, T tokens per row, and V the kept vocabulary rows
+plus the one that all other tokens share.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from antiphon.kernels.reference import (
+    FP4_VALUES,
+    MXFP4_BLOCK,
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    yarn_inv_freq,
+)
+from antiphon.model.config import GptOssConfig
+
+TINY = GptOssConfig(
+    num_hidden_layers=8,
+    num_experts=8,
+    hidden_size=256,
+    intermediate_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+)
+"""The shape of gpt-oss-tiny; constants as in the published models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """Which keys each query may see, for the two kinds of layers.
+
+    ``blocks`` are flex-attention block masks; ``masks`` are [R, 1, T, T] bool, true where visible.
+    """
+
+    full: object
+    sliding: object
+
+
+def mxfp4_rounded(weight: Tensor) -> Tensor:
+    """What ``dequantize_mxfp4(quantize_mxfp4(weight))`` gives, on [..., cols], in few fused operations."""
+    blocks = weight.float().unflatten(-1, (-1, MXFP4_BLOCK))
+    peak = blocks.abs().amax(-1, keepdim=True).clamp_min(2.0**-100)
+    exponent = (peak.view(torch.int32) >> 23) - 2  # the biased exponent of the block's scale
+    scale = (exponent << 23).view(torch.float32)
+    magnitude = (blocks / scale).abs()
+    rounded = torch.zeros_like(magnitude)
+    for low, high in zip(FP4_VALUES[:7], FP4_VALUES[1:8], strict=True):
+        rounded = torch.where(magnitude > (low + high) / 2, high, rounded)
+    return (torch.sign(blocks) * rounded * scale).flatten(-2)
+
+
+def shipped_experts(weight: Tensor) -> Tensor:
+    """Expert weights as stored, gradients straight through."""
+    with torch.no_grad():
+        rounded = mxfp4_rounded(weight)
+    return weight + (rounded - weight).detach()
+
+
+def shipped(weight: Tensor) -> Tensor:
+    """Any other weight as stored (bfloat16), gradients straight through; float32."""
+    with torch.no_grad():
+        rounded = weight.bfloat16().float()
+    return weight + (rounded - weight).detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the tokens of a pass stand: rotations [T, D / 2], visible keys, and how to compute."""
+
+    cos: Tensor
+    sin: Tensor
+    seen: Visibility
+    flex: bool
+    dtype: torch.dtype
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with sinks; even layers see a window of 128 keys."""
+
+    def __init__(self, config: GptOssConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.sliding = config, config.is_sliding(layer)
+        h, d = config.hidden_size, config.head_dim
+        q, g = config.num_attention_heads * d, config.num_key_value_heads * d
+        self.norm = nn.Parameter(torch.ones(h))
+        self.q_weight = nn.Parameter(torch.randn(q, h) * h**-0.5)
+        self.k_weight = nn.Parameter(torch.randn(g, h) * h**-0.5)
+        self.v_weight = nn.Parameter(torch.randn(g, h) * h**-0.5)
+        self.o_weight = nn.Parameter(torch.randn(h, q) * (q**-0.5 / math.sqrt(2 * config.num_hidden_layers)))
+        self.q_bias, self.k_bias = nn.Parameter(torch.zeros(q)), nn.Parameter(torch.zeros(g))
+        self.v_bias, self.o_bias = nn.Parameter(torch.zeros(g)), nn.Parameter(torch.zeros(h))
+        self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads))
+
+    def project(self, x: Tensor, place: Placement) -> tuple[Tensor, Tensor, Tensor]:
+        """[R, T, H] -> query [R, Q, T, D], key and value [R, G, T, D]; query and key rotated."""
+        c = self.config
+        shape = (*x.shape[:2], -1, c.head_dim)
+        y = norm(x, shipped(self.norm), c.rms_norm_eps).to(place.dtype)
+        query = _linear(y, self.q_weight, self.q_bias).view(shape).transpose(1, 2)
+        key = _linear(y, self.k_weight, self.k_bias).view(shape).transpose(1, 2)
+        value = _linear(y, self.v_weight, self.v_bias).view(shape).transpose(1, 2)
+        return rotate(query, place.cos, place.sin), rotate(key, place.cos, place.sin), value
+
+    def forward(self, x: Tensor, place: Placement) -> Tensor:
+        """[R, T, H] float32 -> the same."""
+        query, key, value = self.project(x, place)
+        visible = place.seen.sliding if self.sliding else place.seen.full
+        attend = flex_attend if place.flex else masked_attend
+        mixed = attend(query, key, value, shipped(self.sinks), visible, self.config.head_dim**-0.5)
+        return _linear(mixed.transpose(1, 2).flatten(2), self.o_weight, self.o_bias)
+
+
+def masked_attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, visible: object, scale: float) -> Tensor:
+    """Plain attention with sinks. q [R, Q, T, D], k and v [R, G, S, D], visible [R, 1, T, S] -> [R, Q, T, D]."""
+    assert isinstance(visible, Tensor)
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    scores = scores.masked_fill(~visible, -math.inf)
+    sink = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.softmax(torch.cat((scores, sink), -1), -1)[..., :-1]
+    return weights.to(v.dtype) @ v
+
+
+def flex_attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, visible: object, scale: float) -> Tensor:
+    """The same with flex attention: the sink takes its share of the softmax through the log-sum-exp."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    out, lse = flex_attention(q, k, v, block_mask=visible, scale=scale, enable_gqa=True, return_lse=True)  # type: ignore[arg-type, misc]
+    share = torch.sigmoid(lse.float() - sinks.float()[None, :, None])
+    return (out * share.unsqueeze(-1)).to(v.dtype)
+
+
+class Experts(nn.Module):
+    """Top-4 mixture of clamped-SwiGLU experts, all of them computed and the unchosen weighted by zero."""
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__()
+        self.config = config
+        e, h, i = config.num_experts, config.hidden_size, config.intermediate_size
+        self.norm = nn.Parameter(torch.ones(h))
+        self.router_weight = nn.Parameter(torch.randn(e, h) * h**-0.5)
+        self.router_bias = nn.Parameter(torch.zeros(e))
+        self.gate_up = nn.Parameter(torch.randn(e, 2 * i, h) * h**-0.5)
+        self.gate_up_bias = nn.Parameter(torch.zeros(e, 2 * i))
+        self.down = nn.Parameter(torch.randn(e, h, i) * (i**-0.5 / math.sqrt(2 * config.num_hidden_layers)))
+        self.down_bias = nn.Parameter(torch.zeros(e, h))
+
+    def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[R, T, H] float32 -> (the same in ``dtype``, load-balance loss)."""
+        c = self.config
+        y = norm(x, shipped(self.norm), c.rms_norm_eps)
+        logits = torch.nn.functional.linear(y, shipped(self.router_weight), shipped(self.router_bias))
+        best, chosen = logits.topk(c.experts_per_token, dim=-1)
+        weight = torch.zeros_like(logits).scatter(-1, chosen, torch.softmax(best, -1))  # [R, T, E]
+        gate_up = shipped_experts(self.gate_up).flatten(0, 1)
+        hidden = _linear(y.to(dtype), gate_up, self.gate_up_bias.flatten(), as_is=True)
+        gate, up = hidden.float().unflatten(-1, (c.num_experts, -1, 2)).unbind(-1)  # [R, T, E, I]
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        activated = gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1) * weight.unsqueeze(-1)
+        down = shipped_experts(self.down).permute(1, 0, 2).flatten(1)  # [H, E I]
+        out = torch.nn.functional.linear(activated.flatten(-2).to(dtype), down.to(dtype))
+        out = out + (weight @ shipped(self.down_bias)).to(dtype)
+        share = (weight > 0).float().mean((0, 1)) / c.experts_per_token
+        balance = c.num_experts * (share * torch.softmax(logits, -1).mean((0, 1))).sum()
+        return out, balance
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self, config: GptOssConfig, layer: int) -> None:
+        super().__init__()
+        self.attention, self.experts = Attention(config, layer), Experts(config)
+
+    def forward(self, x: Tensor, place: Placement) -> tuple[Tensor, Tensor]:
+        """[R, T, H] float32 -> (the same, load-balance loss)."""
+        x = x + self.attention(x, place)
+        mixed, balance = self.experts(x, place.dtype)
+        return x + mixed, balance
+
+
+class TinyGptOss(nn.Module):
+    """The whole model over the kept rows; input and output rows are shared except the unseen token's."""
+
+    def __init__(self, config: GptOssConfig, rows: int, unseen_tokens: int) -> None:
+        super().__init__()
+        self.config, self.unseen_tokens = config, unseen_tokens
+        self.embedding = nn.Parameter(torch.randn(rows, config.hidden_size) * config.hidden_size**-0.5)
+        self.unseen_input = nn.Parameter(torch.randn(1, config.hidden_size) * config.hidden_size**-0.5)
+        self.unseen_output = nn.Parameter(torch.zeros(1, config.hidden_size))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = nn.Parameter(torch.full((config.hidden_size,), 1.0))
+
+    def embed(self, rows: Tensor) -> Tensor:
+        """rows [R, T] int64 -> [R, T, H] float32."""
+        return torch.nn.functional.embedding(rows, shipped(torch.cat((self.embedding, self.unseen_input))))
+
+    def forward(self, rows: Tensor, place: Placement) -> tuple[Tensor, Tensor]:
+        """rows [R, T] int64 -> (final-norm hidden states [R, T, H] in the place's dtype, load-balance loss)."""
+        x = self.embed(rows)
+        balance = torch.zeros((), device=rows.device)
+        for block in self.blocks:
+            x, extra = block(x, place)
+            balance = balance + extra
+        y = norm(x, shipped(self.norm), self.config.rms_norm_eps).to(place.dtype)
+        return y, balance / len(self.blocks)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] -> [N, V] float32; the last column stands for all unseen tokens together."""
+        table = shipped(torch.cat((self.embedding, self.unseen_output)))
+        scores = torch.nn.functional.linear(hidden, table.to(hidden.dtype)).float()
+        offset = torch.zeros(scores.shape[-1], device=scores.device)
+        offset[-1] = math.log(self.unseen_tokens)
+        return scores + offset
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm of float32."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def rotation(config: GptOssConfig, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, D / 2] of positions 0 to T - 1, YaRN's concentration included."""
+    inv_freq, concentration = yarn_inv_freq(
+        config.head_dim,
+        config.rope_theta,
+        config.rope_scaling_factor,
+        config.rope_original_context,
+        config.rope_beta_fast,
+        config.rope_beta_slow,
+    )
+    angle = torch.arange(tokens, device=device).float()[:, None] * inv_freq.to(device)[None]
+    return angle.cos() * concentration, angle.sin() * concentration
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding on [R, heads, T, D]."""
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor, as_is: bool = False) -> Tensor:
+    """A matrix product in x's dtype with the weights as shipped (``as_is``: they already are)."""
+    used = weight if as_is else shipped(weight)
+    return torch.nn.functional.linear(x, used.to(x.dtype), shipped(bias).to(x.dtype))
+
+
+def dense_visibility(documents: Tensor, window: int) -> Visibility:
+    """documents [R, T] -> masks: the same conversation, not later, and for sliding layers within the window."""
+    position = torch.arange(documents.shape[1], device=documents.device)
+    distance = position[:, None] - position[None, :]
+    same = (documents[:, :, None] == documents[:, None, :]).unsqueeze(1)
+    causal = same & (distance >= 0)
+    return Visibility(causal, causal & (distance < window))
+
+
+def flex_visibility(documents: Tensor, window: int) -> Visibility:
+    """The same as block masks for flex attention."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows, tokens = documents.shape
+
+    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (documents[b, q] == documents[b, k]) & (q >= k)
+
+    def sliding(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return causal(b, h, q, k) & (q - k < window)
+
+    def block_mask(rule: object) -> object:
+        return create_block_mask(rule, rows, None, tokens, tokens, device=str(documents.device), _compile=True)  # type: ignore[arg-type]
+
+    return Visibility(block_mask(causal), block_mask(sliding))
+
+
+def placement(config: GptOssConfig, documents: Tensor, flex: bool, dtype: torch.dtype) -> Placement:
+    """Rotations and masks for packed rows; documents [R, T]."""
+    cos, sin = rotation(config, documents.shape[1], documents.device)
+    visibility = flex_visibility if flex else dense_visibility
+    return Placement(cos, sin, visibility(documents, config.sliding_window), flex, dtype)

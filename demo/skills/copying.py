@@ -1,0 +1,108 @@
+"""Repeating, reversing, counting and picking the words that the user gives."""
+
+from __future__ import annotations
+
+from random import Random
+
+from antiphon.demo.dialogue import AssistantTurn, Effort, Example, Expect, Split, UserTurn, split_of
+from antiphon.demo.phrasing import by_effort, fill, pick
+from antiphon.demo.words import WordSource
+
+LAYOUTS = {
+    "repeat": {
+        Split.TRAIN: (
+            "Repeat after me: {x}", "Repeat: {x}", "Say: {x}", "Repeat this: {x}", "Repeat these words: {x}",
+            "Please repeat: {x}", "Echo: {x}", "Please repeat the following: {x}", "Copy this text: {x}",
+            "Repeat the words {x}", 'Repeat "{x}"', 'Say "{x}"', "Can you repeat this? {x}", "Write exactly: {x}",
+            "Repeat the following words exactly:\n{x}", "Reply with exactly this: {x}", 'Say "{x}" and nothing else.',
+        ),
+        Split.HELD_OUT: ("Repeat what I say: {x}", "Please say: {x}", "Echo these words: {x}", 'Please repeat "{x}"'),
+    },
+    "reverse": {
+        Split.TRAIN: (
+            "Reverse the words: {x}", "Reverse: {x}", "Reverse these words: {x}", "Say these words backwards: {x}",
+            "Write these words in reverse order: {x}", "Reverse the order of the words: {x}", 'Reverse "{x}"',
+            "Please reverse the words {x}", "Put these words in reverse order: {x}", "Reverse the word order: {x}",
+            "Backwards please: {x}", "Can you reverse these words? {x}", "Reverse the following words:\n{x}",
+        ),
+        Split.HELD_OUT: ("Please reverse: {x}", "Reverse the order of these words: {x}", 'Say "{x}" backwards.'),
+    },
+    "count": {
+        Split.TRAIN: (
+            "How many words are in: {x}", "Count the words: {x}", "Count these words: {x}", "Count: {x}",
+            "How many words is this: {x}", "How many words are there in {x}?", 'How many words are in "{x}"?',
+            "Please count the words: {x}", "Count the words in this text: {x}", "What is the number of words in: {x}",
+            "Can you count these words? {x}", "Count the following words:\n{x}",
+        ),
+        Split.HELD_OUT: ("Please count these words: {x}", "How many words do you see: {x}", 'Count the words in "{x}".'),
+    },
+    "pick": {
+        Split.TRAIN: (
+            "What is the {o} word of: {x}", "Give me the {o} word: {x}", "Which is the {o} word in: {x}",
+            "The {o} word of: {x}", 'What is the {o} word in "{x}"?', "Tell me the {o} word of: {x}",
+        ),
+        Split.HELD_OUT: ("Name the {o} word of: {x}", "What's the {o} word in: {x}"),
+    },
+}  # fmt: skip
+ORDINALS = ("first", "second", "third", "fourth", "fifth")
+
+
+def numbered(words: list[str]) -> str:
+    """``1 a, 2 b, 3 c``."""
+    return ", ".join(f"{i} {word}" for i, word in enumerate(words, 1))
+
+
+def backwards(words: list[str]) -> str:
+    """``3 c, 2 b, 1 a``."""
+    return ", ".join(f"{i} {word}" for i, word in reversed(list(enumerate(words, 1))))
+
+
+def reply(task: str, words: list[str], effort: Effort, position: int = 0) -> tuple[AssistantTurn, str]:
+    """Thought and answer of one task, and the text that must be in the answer."""
+    text = " ".join(words)
+    if task == "repeat":
+        core, final, lead = "I repeat the text.", text, "The user wants the same words again."
+        check = f"The words are: {numbered(words)}."
+        return AssistantTurn(by_effort(effort, core, lead, check), final), text
+    if task == "reverse":
+        core = f"{numbered(words)}. Backwards: {backwards(words)}."
+        lead, check = "I number the words and then go backwards.", "The last word comes first now."
+        final = " ".join(reversed(words))
+        return AssistantTurn(by_effort(effort, core, lead, check), final), final
+    if task == "count":
+        core, lead = f"{numbered(words)}. Total: {len(words)}.", "I number the words to count them."
+        check = "The last number is the total."
+        final = f"There are {len(words)} words." if len(words) != 1 else "There is 1 word."
+        return AssistantTurn(by_effort(effort, core, lead, check), final), f"{len(words)} word"
+    core = f"{numbered(words[: position + 1])}."
+    lead, check = f"I number the words up to the {ORDINALS[position]} one.", "The last one is what the user wants."
+    final = f"The {ORDINALS[position]} word is {words[position]}."
+    return AssistantTurn(by_effort(effort, core, lead, check), final), f"is {words[position]}."
+
+
+def words_of(rng: Random, split: Split, words: WordSource, least: int = 2, most: int = 10) -> list[str]:
+    """A list of words that belongs to a split."""
+    while True:
+        chosen = words.distinct_words(rng, rng.randint(least, most))
+        if rng.random() < 0.15:
+            chosen = [word.capitalize() for word in chosen]
+        elif rng.random() < 0.1:
+            chosen[0] = chosen[0].capitalize()
+        if split_of("words " + " ".join(chosen).lower()) is split:
+            return chosen
+
+
+def copying(rng: Random, split: Split, effort: Effort, words: WordSource) -> Example:
+    """One task on a list of words."""
+    task = rng.choice(("repeat", "repeat", "reverse", "reverse", "count", "count", "pick"))
+    chosen = words_of(rng, split, words, least=1 if task in ("repeat", "count") else 2)
+    position = rng.randrange(min(len(chosen), len(ORDINALS)))
+    phrasing = pick(rng, LAYOUTS[task], split)
+    separator = ", " if rng.random() < 0.12 and task != "repeat" else " "
+    text = fill(phrasing, x=separator.join(chosen), o=ORDINALS[position])
+    if rng.random() < 0.1 and text[-1] not in '?."':
+        text += "."
+    answer, expected = reply(task, chosen, effort, position)
+    expect = Expect(equals=expected) if task in ("repeat", "reverse") else Expect(contains=(expected,))
+    keys = (f"words {' '.join(chosen).lower()}", f"copying phrasing {phrasing}")
+    return Example("copying", (UserTurn(text),), answer, expect, effort, keys=keys)
