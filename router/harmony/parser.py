@@ -33,7 +33,12 @@ from antiphon.router.harmony.markers import (
     TERMINATORS,
     VOCABULARY_SIZE,
 )
-from antiphon.router.harmony.recipients import VISIBLE_RECIPIENTS, ToolPolicy, function_of
+from antiphon.router.harmony.recipients import (
+    VISIBLE_RECIPIENTS,
+    FunctionRecipient,
+    ToolPolicy,
+    function_of,
+)
 
 HEADER_LIMIT_BYTES = 256
 """A header longer than this is text whose header is missing; until then it is held back."""
@@ -208,11 +213,11 @@ class HarmonyParser:
             return
         self._repairs["message_missing"] += 1
         reading = read_header(self._parts(), self._origin, ended=False)
-        if reading.headless:
+        if reading.headless and reading.body.strip():
             self._repairs["header_missing"] += 1
             self._writer.hold(reading.body)
             return
-        if reading.garbled and not any(character.isalnum() for character in reading.body):
+        if reading.headless or (reading.garbled and not any(map(str.isalnum, reading.body))):
             self._repairs["header_dropped"] += 1
             return
         if reading.body or reading.recipients:
@@ -261,39 +266,47 @@ class HarmonyParser:
         self._state = _State.BETWEEN
 
     def _route(self, reading: HeaderReading) -> None:
+        """Open the place that the message's text goes to."""
+        function = self._function(reading)
         if reading.foreign_author:
             self._repairs["foreign_author"] += 1
             self._writer.open(Sink.REASONING)
-        elif (name := self._called_function(reading)) is not None:
-            if reading.channel is not Channel.COMMENTARY:
-                self._repairs["call_channel"] += 1
-            self._writer.open_call(name)
-        elif self._is_for_machinery(reading) or reading.garbled or reading.channel is Channel.ANALYSIS:
+        elif function is not None:
+            self._route_call(function, reading.channel)
+        elif self._is_for_machinery(reading):
             self._writer.open(Sink.REASONING)
-        elif reading.channel is Channel.FINAL:
+        elif reading.channel is Channel.FINAL and not reading.garbled:
             self._writer.open_final()
         else:
-            self._writer.open(Sink.CONTENT)
+            thought = reading.garbled or reading.channel is Channel.ANALYSIS
+            self._writer.open(Sink.REASONING if thought else Sink.CONTENT)
 
-    def _called_function(self, reading: HeaderReading) -> str | None:
-        """The function that the message calls, if it calls one that may be surfaced."""
-        for recipient in reading.recipients:
-            function = function_of(recipient, self._tools.names)
-            if function is None:
-                continue
-            if not self._tools.surface:
-                self._repairs["call_not_allowed"] += 1
-                return None
-            if self._tools.max_calls is not None and self._writer.calls >= self._tools.max_calls:
-                self._repairs["call_beyond_limit"] += 1
-                return None
-            if function.repair is not None:
-                self._repairs[function.repair.value] += 1
-            return function.name
-        return None
+    def _route_call(self, function: FunctionRecipient, channel: Channel | None) -> None:
+        if not self._may_surface():
+            self._writer.open(Sink.REASONING)
+            return
+        if channel is not Channel.COMMENTARY:
+            self._repairs["call_channel"] += 1
+        if function.repair is not None:
+            self._repairs[function.repair.value] += 1
+        self._writer.open_call(function.name)
+
+    def _function(self, reading: HeaderReading) -> FunctionRecipient | None:
+        functions = (function_of(recipient, self._tools.names) for recipient in reading.recipients)
+        return next((function for function in functions if function is not None), None)
+
+    def _may_surface(self) -> bool:
+        """Whether one more call may be shown; one that may not is reasoning, and counted."""
+        if not self._tools.surface:
+            self._repairs["call_not_allowed"] += 1
+            return False
+        if self._tools.max_calls is not None and self._writer.calls >= self._tools.max_calls:
+            self._repairs["call_beyond_limit"] += 1
+            return False
+        return True
 
     def _is_for_machinery(self, reading: HeaderReading) -> bool:
-        """Whether the message is addressed to something that is neither a reader nor a surfaced function."""
+        """Whether the message is addressed to something that is neither a reader nor a function."""
         hidden = [one for one in reading.recipients if one not in VISIBLE_RECIPIENTS]
         if not hidden or reading.channel is Channel.FINAL:
             return False

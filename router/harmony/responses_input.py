@@ -1,0 +1,236 @@
+"""From a Responses request, or its stored items, to a conversation.
+
+One permissive model reads every kind of item: clients send back what they got, with ids, states and nulls,
+and leave out ``type`` where only one kind can be meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, JsonValue
+
+from antiphon.router.conversation import (
+    ChatMessage,
+    Conversation,
+    MessageRole,
+    ResponseFormat,
+    ResponseFormatKind,
+    ToolCall,
+    ToolChoice,
+    ToolDefinition,
+)
+from antiphon.router.openai.chat_schema import ContentPart, FunctionParam
+from antiphon.router.openai.chat_translate import (
+    choice_of_mode,
+    content_text,
+    define_tools,
+    named_choice,
+    reasoning_effort,
+)
+from antiphon.router.openai.errors import invalid, unsupported
+from antiphon.router.openai.request_fields import ApiModel, NestedModel
+
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
+_SEPARATOR = "\n"
+
+
+class ResponsesItem(NestedModel):
+    """An item of ``input``: a message, reasoning, a function call or its output."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+
+
+class ResponsesTool(NestedModel):
+    """A tool; kinds other than ``function`` are left out of the prompt."""
+
+    type: str
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)] | None = None
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class ResponsesToolChoice(NestedModel):
+    """Forces one function."""
+
+    type: str
+    name: str | None = None
+
+
+class ResponsesReasoning(NestedModel):
+    """How much to think."""
+
+    effort: str | None = None
+
+
+class ResponsesFormat(NestedModel):
+    """Form of the visible answer."""
+
+    type: ResponseFormatKind
+    name: str = "response"
+    description: str | None = None
+    schema_: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponsesText(NestedModel):
+    """Settings of the visible answer."""
+
+    format: ResponsesFormat | None = None
+
+
+class ResponsesPrompt(ApiModel):
+    """The fields of a Responses request that its prompt is made of; the others are not looked at."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    input: str | list[ResponsesItem]
+    instructions: str | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: str | ResponsesToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ResponsesReasoning | None = None
+    text: ResponsesText | None = None
+
+
+def responses_conversation(request: ResponsesPrompt) -> tuple[Conversation, list[str]]:
+    """The conversation, and the kinds of tools that were left out of it.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    tools, dropped = _tools(request.tools or ())
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    messages: list[ChatMessage] = []
+    if request.instructions:
+        messages.append(ChatMessage(MessageRole.SYSTEM, request.instructions))
+    if isinstance(request.input, str):
+        messages.append(ChatMessage(MessageRole.USER, request.input))
+    else:
+        messages += messages_of_items(request.input)
+    conversation = Conversation(
+        messages=tuple(messages),
+        tools=tools,
+        tool_choice=_tool_choice(request.tool_choice, tools),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        reasoning_effort=reasoning_effort(effort, "reasoning.effort"),
+        response_format=_response_format(request.text),
+    )
+    return conversation, dropped
+
+
+def messages_of_items(items: Iterable[ResponsesItem]) -> list[ChatMessage]:
+    """Conversation messages of input items; what the assistant did in a row is one message.
+
+    Raises:
+        ApiError: 400 that names the item.
+    """
+    messages: list[ChatMessage] = []
+    turn = _AssistantTurn()
+    for number, item in enumerate(items):
+        path = f"input[{number}]"
+        kind = item.type or ("message" if item.role is not None else None)
+        if kind == "message" and item.role == MessageRole.ASSISTANT:
+            turn.texts.append(content_text(item.content, f"{path}.content"))
+        elif kind == "reasoning":
+            turn.reasoning.append(_reasoning_text(item))
+        elif kind == "function_call":
+            turn.calls.append(_call(item, path))
+        else:
+            messages += turn.messages()
+            turn = _AssistantTurn()
+            messages.append(_other_message(item, kind, path))
+    return messages + turn.messages()
+
+
+@dataclass(slots=True)
+class _AssistantTurn:
+    """An assistant's items until somebody else speaks."""
+
+    reasoning: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def messages(self) -> list[ChatMessage]:
+        """The one message of what was collected; none when nothing was."""
+        reasoning = _SEPARATOR.join(filter(None, self.reasoning))
+        if not (self.texts or self.calls or reasoning):
+            return []
+        text = _SEPARATOR.join(filter(None, self.texts))
+        return [ChatMessage(MessageRole.ASSISTANT, text, reasoning, tuple(self.calls))]
+
+
+def _call(item: ResponsesItem, path: str) -> ToolCall:
+    for name, value in (("call_id", item.call_id), ("name", item.name), ("arguments", item.arguments)):
+        if value is None:
+            raise invalid(f"'{path}.{name}' is missing.", f"{path}.{name}", "missing_required_parameter")
+    return ToolCall(item.call_id or "", item.name or "", item.arguments or "")
+
+
+def _reasoning_text(item: ResponsesItem) -> str:
+    """The chain of thought if the item has it, else its summary; encrypted reasoning has no text here."""
+    parts: Sequence[ContentPart] = item.content if isinstance(item.content, list) else ()
+    return _SEPARATOR.join(part.text for part in [*(parts or item.summary or ())] if part.text)
+
+
+def _other_message(item: ResponsesItem, kind: str | None, path: str) -> ChatMessage:
+    if kind == "function_call_output":
+        if item.call_id is None or item.output is None:
+            missing = f"{path}.{'call_id' if item.call_id is None else 'output'}"
+            raise invalid(f"'{missing}' is missing.", missing, "missing_required_parameter")
+        text = content_text(item.output, f"{path}.output")
+        return ChatMessage(MessageRole.TOOL, text, tool_call_id=item.call_id)
+    if kind != "message":
+        raise unsupported(f"{path}.type", f"an item of type '{(kind or 'none')[:64]}' cannot be used.")
+    if item.role not in (MessageRole.USER, MessageRole.SYSTEM, MessageRole.DEVELOPER):
+        raise invalid(f"'{path}.role' must be user, system, developer or assistant.", f"{path}.role")
+    if item.content is None:
+        raise invalid(f"'{path}.content' is missing.", f"{path}.content", "missing_required_parameter")
+    return ChatMessage(MessageRole(item.role), content_text(item.content, f"{path}.content"))
+
+
+def _tools(given: Iterable[ResponsesTool]) -> tuple[tuple[ToolDefinition, ...], list[str]]:
+    functions: list[tuple[str, FunctionParam]] = []
+    dropped: list[str] = []
+    for number, tool in enumerate(given):
+        path = f"tools[{number}].name"
+        if tool.type != "function":
+            dropped.append(tool.type)
+        elif tool.name is None:
+            raise invalid(f"'{path}' is missing.", path, "missing_required_parameter")
+        else:
+            function = FunctionParam(
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.parameters,
+                strict=tool.strict,
+            )
+            functions.append((path, function))
+    return define_tools(functions), dropped
+
+
+def _tool_choice(choice: str | ResponsesToolChoice | None, tools: tuple[ToolDefinition, ...]) -> ToolChoice:
+    if isinstance(choice, ResponsesToolChoice):
+        if choice.type != "function" or choice.name is None:
+            raise unsupported("tool_choice", f"a choice of type '{choice.type[:64]}' is not available.")
+        return named_choice(choice.name, tools)
+    if choice not in (None, "auto", "none", "required"):
+        raise invalid("'tool_choice' must be auto, none, required or a function.", "tool_choice")
+    return choice_of_mode(choice, tools)
+
+
+def _response_format(text: ResponsesText | None) -> ResponseFormat:
+    given = text.format if text is not None else None
+    if given is None:
+        return ResponseFormat()
+    return ResponseFormat(given.type, given.name, given.description, given.schema_, bool(given.strict))
