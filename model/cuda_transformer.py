@@ -19,10 +19,16 @@ from antiphon.kernels.attention.prefill import prefill_attention
 from antiphon.kernels.dense import skinny
 from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write, rotation_table
+from antiphon.kernels.moe import build as moe_build
+from antiphon.kernels.moe.decode import MoeWorkspace, moe_add_rms_norm, route_grouped
+from antiphon.kernels.moe.streamed import StreamedExperts
 from antiphon.kernels.reference import ExpertMatrix, PagedSequences
 from antiphon.model.config import GptOssConfig
 from antiphon.model.forward import ForwardBatch, KvLayers
 from antiphon.protocol.errors import CheckpointError
+
+STREAMED_TOKENS = 256
+"""Largest step of the Hopper road whose experts are read in 4 bits, streamed once."""
 
 
 class Road(StrEnum):
@@ -51,6 +57,8 @@ class LayerWeights:
     gate_up_bias: Tensor
     down: ExpertMatrix
     down_bias: Tensor
+    streamed: StreamedExperts | None
+    """The same experts once more, in the order of the Hopper road's kernels for few tokens."""
 
 
 class CudaTransformer:
@@ -85,12 +93,15 @@ class CudaTransformer:
             reason = hopper_obstacle(config, self.device)
             if reason is not None:
                 raise ValueError(f"the Hopper kernels cannot run this model: {reason}")
-            skinny.require_library()
+            skinny.LIBRARY.load()
+            moe_build.LIBRARY.load()
         tensors = _collect(parameters, self.device, skip_unembedding=not with_unembedding)
         self._embedding = tensors.pop("embedding.weight")
         self._norm = tensors.pop("norm.scale").bfloat16()
         self._unembedding = tensors.pop("unembedding.weight") if with_unembedding else None
-        self._layers = [_layer_weights(tensors, layer) for layer in range(config.num_hidden_layers)]
+        hopper = self.road is Road.HOPPER
+        self._layers = [_layer_weights(tensors, i, stream=hopper) for i in range(config.num_hidden_layers)]
+        self._workspace = MoeWorkspace(STREAMED_TOKENS, config.num_experts, self.device) if hopper else None
         if tensors:
             raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
         inv_freq, concentration = reference.yarn_inv_freq(
@@ -113,29 +124,19 @@ class CudaTransformer:
         A batch of one token per sequence takes the decode kernels; nothing here synchronises with the host,
         so such a batch in fixed memory can be captured in a CUDA graph.
         """
+        eps = self.config.rms_norm_eps
         x = torch.nn.functional.embedding(batch.token_ids, self._embedding)
+        normed = rms_norm(x, self._layers[0].attn_norm, eps)
         for index, weights in enumerate(self._layers):
             window = self.config.sliding_window if self.config.is_sliding(index) else None
             sequences = batch.full if window is None else batch.sliding
-            mixed = self._attention(x, weights, batch.positions, kv.layer(index), sequences, window)
+            mixed = self._attention(normed, weights, batch.positions, kv.layer(index), sequences, window)
             normed = self._output_projection(x, mixed, weights)
-            expert_ids, expert_weights = reference.route(
-                normed, weights.gate_weight, weights.gate_bias, self.config.experts_per_token
-            )
-            x = portable_moe.moe(
-                normed,
-                expert_ids,
-                expert_weights,
-                weights.gate_up,
-                weights.gate_up_bias,
-                weights.down,
-                weights.down_bias,
-                residual=x,
-                limit=self.config.swiglu_limit,
-            )
+            following = self._layers[index + 1].attn_norm if index + 1 < len(self._layers) else self._norm
+            x, normed = self._experts(x, normed, weights, following)
             if after_layer is not None:
                 after_layer(index)
-        return rms_norm(x, self._norm, self.config.rms_norm_eps)
+        return normed
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -155,26 +156,24 @@ class CudaTransformer:
 
     def _attention(
         self,
-        x: Tensor,
+        normed: Tensor,
         weights: LayerWeights,
         positions: Tensor,
         kv_layer: Tensor,
         sequences: PagedSequences,
         window: int | None,
     ) -> Tensor:
-        """Norm, QKV, rotation, page write, attention. x [T, H] -> [T, Q, D]."""
-        tokens, eps = x.shape[0], self.config.rms_norm_eps
+        """QKV, rotation, page write, attention. normed [T, H] -> [T, Q, D]."""
+        tokens = normed.shape[0]
         heads, dim = self.config.num_attention_heads, self.config.head_dim
-        query = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
+        query = torch.empty(tokens, heads, dim, dtype=normed.dtype, device=normed.device)
         if self._skinny(tokens):
             skinny.qkv_rope(
-                *(x, weights.attn_norm, eps, weights.qkv_weight, weights.qkv_bias),
+                *(normed, None, self.config.rms_norm_eps, weights.qkv_weight, weights.qkv_bias),
                 *(positions, sequences.slot, self._rotation, kv_layer, query),
             )
         else:
-            qkv = torch.nn.functional.linear(
-                rms_norm(x, weights.attn_norm, eps), weights.qkv_weight, weights.qkv_bias
-            )
+            qkv = torch.nn.functional.linear(normed, weights.qkv_weight, weights.qkv_bias)
             rope_and_write(qkv, positions, sequences.slot, self._rotation, kv_layer, heads, query)
         scale = dim**-0.5
         sequence_count = sequences.kv_len.shape[0]
@@ -196,6 +195,35 @@ class CudaTransformer:
             return rms_norm(x, weights.mlp_norm, eps)
         delta = torch.nn.functional.linear(mixed, weights.out_weight, weights.out_bias)
         return add_rms_norm_(delta, x, weights.mlp_norm, eps)
+
+    def _experts(
+        self, x: Tensor, normed: Tensor, weights: LayerWeights, following_norm: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(x + experts(normed), and its norm for the layer that follows), both [T, H]; x may be reused."""
+        config = self.config
+        if self._workspace is not None and x.shape[0] <= self._workspace.max_tokens:
+            assert weights.streamed is not None  # both are set on the Hopper road
+            routing = route_grouped(normed, weights.gate_weight, weights.gate_bias, self._workspace)
+            normed = moe_add_rms_norm(
+                *(normed, routing, weights.streamed, self._workspace, x, following_norm),
+                config.rms_norm_eps,
+            )
+            return x, normed
+        expert_ids, expert_weights = reference.route(
+            normed, weights.gate_weight, weights.gate_bias, config.experts_per_token
+        )
+        x = portable_moe.moe(
+            normed,
+            expert_ids,
+            expert_weights,
+            weights.gate_up,
+            weights.gate_up_bias,
+            weights.down,
+            weights.down_bias,
+            residual=x,
+            limit=config.swiglu_limit,
+        )
+        return x, rms_norm(x, following_norm, config.rms_norm_eps)
 
     def _skinny(self, tokens: int) -> bool:
         return self.road is Road.HOPPER and tokens <= skinny.MAX_TOKENS
@@ -246,7 +274,7 @@ def _collect(
     return tensors
 
 
-def _layer_weights(tensors: dict[str, Tensor], layer: int) -> LayerWeights:
+def _layer_weights(tensors: dict[str, Tensor], layer: int, stream: bool) -> LayerWeights:
     def take(name: str) -> Tensor:
         full = f"block.{layer}.{name}"
         try:
@@ -254,6 +282,9 @@ def _layer_weights(tensors: dict[str, Tensor], layer: int) -> LayerWeights:
         except KeyError:
             raise CheckpointError(f"{full}: not given") from None
 
+    gate_up = ExpertMatrix(take("mlp.mlp1_weight.blocks"), take("mlp.mlp1_weight.scales"))
+    down = ExpertMatrix(take("mlp.mlp2_weight.blocks"), take("mlp.mlp2_weight.scales"))
+    gate_up_bias, down_bias = take("mlp.mlp1_bias"), take("mlp.mlp2_bias")
     return LayerWeights(
         attn_norm=take("attn.norm.scale"),
         qkv_weight=take("attn.qkv.weight"),
@@ -264,8 +295,9 @@ def _layer_weights(tensors: dict[str, Tensor], layer: int) -> LayerWeights:
         mlp_norm=take("mlp.norm.scale"),
         gate_weight=take("mlp.gate.weight"),
         gate_bias=take("mlp.gate.bias"),
-        gate_up=ExpertMatrix(take("mlp.mlp1_weight.blocks"), take("mlp.mlp1_weight.scales")),
-        gate_up_bias=take("mlp.mlp1_bias"),
-        down=ExpertMatrix(take("mlp.mlp2_weight.blocks"), take("mlp.mlp2_weight.scales")),
-        down_bias=take("mlp.mlp2_bias"),
+        gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
+        down=down,
+        down_bias=down_bias,
+        streamed=StreamedExperts.from_checkpoint(gate_up, gate_up_bias, down, down_bias) if stream else None,
     )

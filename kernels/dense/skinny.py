@@ -38,15 +38,6 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def require_library() -> None:
-    """Load the kernels now.
-
-    Raises:
-        KernelLibraryError: they were not built.
-    """
-    _library()
-
-
 def _stream() -> int:
     return torch.cuda.current_stream().cuda_stream
 

@@ -1,0 +1,154 @@
+"""Time of a model's forward pass on one GPU, without the engine around it: where a step's kernels stand.
+
+Random weights of a published shape, random KV in pages of its own for every sequence. Decode is a CUDA graph of
+forward, logits and argmax; prefill runs eagerly. ``antiphon bench engine`` measures the same through the engine.
+
+Run: ``python -m antiphon.benchmarks.model_step --model gpt-oss-20b --batches 1,8,32,128 --prefill 1024,8192``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.kernels.reference import PagedSequences
+from antiphon.model.checkpoint.synthesize import synthesize_parameters
+from antiphon.model.config import preset
+from antiphon.model.cuda_transformer import CudaTransformer
+from antiphon.model.forward import ForwardBatch
+
+PAGE = 64
+WINDOW_PAGES = 3
+Record = dict[str, object]
+
+
+def random_cache(model: CudaTransformer, full_pages: int, sliding_pages: int) -> PagedKvCache:
+    """A cache full of random keys and values."""
+    cache = PagedKvCache(
+        model.config,
+        full_pages=full_pages,
+        sliding_pages=sliding_pages,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    for group in ("full", "sliding"):
+        for page in cache.memory(group).split(256):
+            page.normal_()
+    return cache
+
+
+def decode_batch(model: CudaTransformer, batch: int, context: int) -> ForwardBatch:
+    """One token for each of ``batch`` sequences that hold ``context`` tokens, pages shuffled."""
+    pages = -(-(context + 1) // PAGE)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    lengths = torch.full((batch,), context + 1, dtype=torch.int32, device="cuda")
+    offset, row = context % PAGE, torch.arange(batch, device="cuda")
+    full = torch.randperm(batch * pages, device="cuda").reshape(batch, pages).int()
+    held = torch.randperm(batch * WINDOW_PAGES, device="cuda").reshape(batch, WINDOW_PAGES).int()
+    sliding = torch.zeros(batch, pages, dtype=torch.int32, device="cuda")
+    sliding[:, -WINDOW_PAGES:] = held[:, : min(pages, WINDOW_PAGES)]
+    groups = [
+        PagedSequences(table, starts, lengths, table[row, -1].long() * PAGE + offset)
+        for table in (full, sliding)
+    ]
+    tokens = torch.randint(0, 199_998, (batch,), device="cuda")
+    return ForwardBatch(tokens, torch.full((batch,), context, device="cuda"), groups[0], groups[1])
+
+
+@torch.inference_mode()
+def time_decode(model: CudaTransformer, batch: int, context: int, steps: int = 128) -> float:
+    """Median milliseconds of a step."""
+    pages = -(-(context + 1) // PAGE)
+    cache = random_cache(model, batch * pages, batch * WINDOW_PAGES)
+    inputs = decode_batch(model, batch, context)
+
+    def step() -> torch.Tensor:
+        return model.logits(model.forward(inputs, cache)).argmax(-1)
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen = step()
+    samples = []
+    for _ in range(steps):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        inputs.token_ids.random_(0, 199_998)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end))
+    if not bool((chosen >= 0).all()):
+        raise RuntimeError("the step chose no token")
+    return float(statistics.median(samples))
+
+
+@torch.inference_mode()
+def time_prefill(model: CudaTransformer, tokens: int, repeats: int = 3) -> float:
+    """Median milliseconds of one chunk of ``tokens`` from position 0."""
+    pages = -(-tokens // PAGE)
+    cache = random_cache(model, pages, pages)
+    positions = torch.arange(tokens, device="cuda")
+    table = torch.randperm(pages, device="cuda").reshape(1, pages).int()
+    slot = table[0, positions // PAGE].long() * PAGE + positions % PAGE
+    ends = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    sequences = PagedSequences(table, ends, ends[1:].contiguous(), slot)
+    samples = []
+    for index in range(repeats + 1):
+        ids = torch.randint(0, 199_998, (tokens,), device="cuda")
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        hidden = model.forward(ForwardBatch(ids, positions, sequences, sequences), cache)
+        torch.cuda.synchronize()
+        if index:
+            samples.append((time.perf_counter() - begin) * 1e3)
+    if not bool(torch.isfinite(hidden).all()):
+        raise RuntimeError("prefill produced values that are not finite")
+    return statistics.median(samples)
+
+
+def main() -> None:
+    """Print one line per point; write records with --out."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="gpt-oss-20b")
+    parser.add_argument("--batches", default="1,8,32,128")
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--prefill", default="")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    config = preset(options.model)
+    begin = time.perf_counter()
+    model = CudaTransformer(config, synthesize_parameters(config, 0, "cuda"))
+    print(
+        f"{options.model} on the {model.road} road, ready in {time.perf_counter() - begin:.1f} s, "
+        f"{torch.cuda.memory_allocated() / 1e9:.1f} GB",
+        flush=True,
+    )
+    rows: list[Record] = []
+    common = {"bench": "model_step", "model": options.model, "layout": "tp1", "unit": "ms"}
+    for batch in (int(b) for b in options.batches.split(",") if b):
+        value = time_decode(model, batch, options.context)
+        print(f"decode batch {batch:4d} context {options.context}: {value:.3f} ms", flush=True)
+        rows.append({**common, "batch": batch, "context": options.context, "value": value})
+        torch.cuda.empty_cache()
+    for tokens in (int(t) for t in options.prefill.split(",") if t):
+        value = time_prefill(model, tokens)
+        print(f"prefill {tokens} tokens: {value:.2f} ms", flush=True)
+        rows.append({**common, "input_tokens": tokens, "value": value})
+        torch.cuda.empty_cache()
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
