@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from antiphon.cluster.cli_serve import DEFAULT_CONFIG, resolve
+from antiphon.cluster.cli_serve import DEFAULT_CONFIG, read_config
 from antiphon.cluster.deployment import deploy
 
 PROMPT_TOKENS = 200
@@ -35,7 +35,7 @@ Figures = dict[str, float | list[float]]
 
 async def measure(config_file: Path) -> Figures:
     """Start the deployment, measure it, stop it."""
-    config = resolve(None, config_file, 0)
+    config = read_config(None, config_file, 0)
     began = time.monotonic()
     async with deploy(config) as deployment:
         await deployment.wait_ready()

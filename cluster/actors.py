@@ -8,16 +8,19 @@ and a router must never load torch.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from antiphon.cluster.process import ProcessStatus
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import AntiphonError
-from antiphon.protocol.identity import Role, Topology, WorkerAddress
+from antiphon.protocol.identity import Role, Topology, WorkerAddress, new_epoch
+from antiphon.router.served_model import ServedModel
 
 if TYPE_CHECKING:
     from antiphon.decode_worker.worker import DecodeWorker
     from antiphon.prefill_worker.worker import PrefillWorker
+    from antiphon.router.server import RouterServer
 
 
 class NotStarted(AntiphonError):
@@ -94,6 +97,70 @@ class DecodeActor(WorkerActor):
     """Hosts one decode worker."""
 
     ROLE = Role.DECODE
+
+
+class RouterActor:
+    """Hosts one router: HTTP on this process's event loop, links to the workers."""
+
+    def __init__(
+        self, worker_id: str, config_json: str, cluster_token: str, served_model: ServedModel
+    ) -> None:
+        self._worker_id = worker_id
+        self._config = DeploymentConfig.model_validate_json(config_json)
+        self._cluster_token = cluster_token
+        self._served_model = served_model
+        self._server: RouterServer | None = None
+
+    async def wait_for_ever(self) -> NoReturn:
+        """Pending for as long as the process lives: its failure is how a death is noticed."""
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def start(self, topology: Topology) -> WorkerAddress:
+        """Load the vocabulary, listen, link to the workers; the endpoint is the API's base URL."""
+        from antiphon.protocol.link import LinkSettings
+        from antiphon.router.dispatch.link_gateway import LinkGateway
+        from antiphon.router.harmony.formatter import HarmonyFormatter
+        from antiphon.router.server import RouterServer
+
+        formatter = await asyncio.to_thread(HarmonyFormatter)
+        transfer = self._config.transfer
+        gateway = LinkGateway(
+            self._worker_id,
+            self._cluster_token,
+            LinkSettings(heartbeat_s=transfer.heartbeat_s, lease_s=transfer.lease_s),
+        )
+        self._server = RouterServer(self._config, self._served_model, formatter, gateway)
+        await self._server.start()
+        self._server.set_topology(topology)
+        return WorkerAddress(self._worker_id, Role.ROUTER, new_epoch(), self._server.url)
+
+    async def set_topology(self, topology: Topology) -> None:
+        """Tell the router who is alive."""
+        if self._server is not None:
+            self._server.set_topology(topology)
+
+    async def status(self) -> ProcessStatus:
+        """A snapshot."""
+        server = self._server
+        if server is None:
+            return ProcessStatus(self._worker_id, False, "starting", None, 0, 0)
+        detail = "" if server.ready else "no ready pair of a prefill and a decode worker"
+        return ProcessStatus(self._worker_id, server.ready, detail, None, server.open_requests, 0)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new, let open requests finish within the time, end the rest, stop listening."""
+        if self._server is None:
+            return True
+        began = time.monotonic()
+        await self._server.stop(drain=timeout_s > 0)
+        return time.monotonic() - began < max(timeout_s, self._config.router.drain_timeout_s)
+
+    async def stop(self) -> None:
+        """End the server; harmless after ``drain``, which has done so."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(drain=False)
 
 
 def _bind_host(config: DeploymentConfig) -> str:

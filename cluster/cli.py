@@ -53,15 +53,12 @@ def serve(
         Path | None, typer.Option(help="Deployment file; a small one for this machine when absent.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Overrides router.port; 0 picks a free one.")] = None,
-    drain_timeout: Annotated[
-        float, typer.Option(min=0.0, help="Seconds that requests get to finish after the first signal.")
-    ] = 5.0,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log of every process.")] = False,
 ) -> None:
     """Start a whole deployment and run it until Ctrl-C."""
     from antiphon.cluster.cli_serve import serve as run
 
-    run(model, config, port, drain_timeout_s=drain_timeout, verbose=verbose)
+    run(model, config, port, verbose=verbose)
 
 
 @app.command()
@@ -128,6 +125,39 @@ def config_show(
     from antiphon.cluster.cli_serve import show_config
 
     show_config(file)
+
+
+@harmony_app.command("render")
+def harmony_render(
+    request: Annotated[
+        Path, typer.Argument(help="A chat or responses request as JSON; - reads standard input.")
+    ] = Path("-"),
+    ids: Annotated[bool, typer.Option("--ids", help="Token ids instead of text.")] = False,
+    date: Annotated[str | None, typer.Option(help="YYYY-MM-DD in place of today.")] = None,
+) -> None:
+    """Print the prompt that a request becomes."""
+    from antiphon.cluster.cli_harmony import render
+
+    render(request, ids=ids, date=date)
+
+
+@harmony_app.command("parse")
+def harmony_parse(
+    answer: Annotated[
+        Path, typer.Argument(help="What follows <|start|>assistant, with markers; - reads standard input.")
+    ] = Path("-"),
+    tools: Annotated[
+        Path | None, typer.Option(help="The request's tools as a JSON list; any name is taken when absent.")
+    ] = None,
+    stream: Annotated[
+        int | None, typer.Option(min=1, help="Feed the parser so many tokens at a time.")
+    ] = None,
+    cut_short: Annotated[bool, typer.Option(help="The answer ended at its length limit.")] = False,
+) -> None:
+    """Print the chat message that an answer becomes."""
+    from antiphon.cluster.cli_harmony import parse
+
+    parse(answer, tools=tools, step_tokens=stream, cut_short=cut_short)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ from antiphon.configs.schema import DeploymentConfig, load_deployment
 DEFAULT_CONFIG = Path(schema.__file__).with_name("local-cpu.yaml")
 
 
-def serve(
-    model: str | None, config_file: Path | None, port: int | None, *, drain_timeout_s: float, verbose: bool
-) -> None:
+def serve(model: str | None, config_file: Path | None, port: int | None, *, verbose: bool) -> None:
     """Run a deployment until a signal ends it.
 
     Raises:
@@ -29,33 +27,28 @@ def serve(
     """
     began = time.monotonic()
     _configure_logging(verbose)
-    config = resolve(model, config_file, port)
+    config = read_config(model, config_file, port)
 
     def announce(deployment: Deployment) -> None:
         print(_greeting(deployment.urls, config.model.name, time.monotonic() - began), flush=True)
 
     print("Starting Ray, prefill, decode and the router ...", file=sys.stderr, flush=True)
-    asyncio.run(
-        serve_until_stopped(config, drain_timeout_s=drain_timeout_s, forward_logs=verbose, on_ready=announce)
-    )
+    asyncio.run(serve_until_stopped(config, forward_logs=verbose, on_ready=announce))
     print("Stopped.", file=sys.stderr)
 
 
-def resolve(model: str | None, config_file: Path | None, port: int | None) -> DeploymentConfig:
-    """The configuration of ``antiphon serve``, with its model fetched and its path made absolute."""
-    from antiphon.model.hub import fetch
+def read_config(model: str | None, config_file: Path | None, port: int | None) -> DeploymentConfig:
+    """The configuration of ``antiphon serve``: a file, and what the command line says otherwise.
 
+    Raises:
+        ConfigError: see ``load_deployment``.
+    """
     overrides: dict[str, object] = {}
-    if model is not None:
-        overrides |= {"model.path": model, "model.served_name": None}
+    if model is not None:  # the file's name and revision are of the file's model
+        overrides |= {"model.path": model, "model.served_name": None, "model.revision": None}
     if port is not None:
         overrides["router.port"] = port
-    config = load_deployment(config_file or DEFAULT_CONFIG, overrides)
-    # Named before the path becomes a folder of the hub's cache, whose last part is a commit.
-    name = config.model.name
-    folder = fetch(config.model.path, config.model.revision)
-    located = config.model.model_copy(update={"path": str(folder.resolve()), "served_name": name})
-    return config.model_copy(update={"model": located})
+    return load_deployment(config_file or DEFAULT_CONFIG, overrides)
 
 
 def show_config(config_file: Path | None) -> None:

@@ -12,6 +12,7 @@ import httpx
 
 from antiphon.cluster.process_plan import plan_processes
 from antiphon.cluster.ray_cluster import RayCluster
+from antiphon.cluster.resolution import resolve_deployment
 from antiphon.cluster.supervisor import Supervisor
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import ConfigError
@@ -63,7 +64,6 @@ class Deployment:
 async def deploy(
     config: DeploymentConfig,
     *,
-    drain_timeout_s: float = 5.0,
     forward_logs: bool = False,
     stop: asyncio.Event | None = None,
 ) -> AsyncIterator[Deployment]:
@@ -73,11 +73,13 @@ async def deploy(
 
     Raises:
         ConfigError: the configuration cannot be placed.
+        CheckpointError: its model cannot be found or loaded.
         StartFailed: a process could not start; the message names it and the reason.
     """
     specs = plan_processes(config)
     _check_port_is_free(config)
-    with RayCluster(config, specs, forward_logs=forward_logs) as cluster:
+    resolved = resolve_deployment(config)
+    with RayCluster(resolved, specs, forward_logs=forward_logs) as cluster:
         supervisor = Supervisor(
             specs, cluster, lease_s=config.transfer.lease_s, heartbeat_s=config.transfer.heartbeat_s
         )
@@ -85,13 +87,12 @@ async def deploy(
             await _unless_stopped(stop or asyncio.Event(), supervisor.start())
             yield Deployment(supervisor)
         finally:
-            await supervisor.stop(drain_timeout_s)
+            await supervisor.stop(config.router.drain_timeout_s)
 
 
 async def serve_until_stopped(
     config: DeploymentConfig,
     *,
-    drain_timeout_s: float,
     forward_logs: bool,
     on_ready: Callable[[Deployment], None],
 ) -> None:
@@ -103,9 +104,7 @@ async def serve_until_stopped(
     stop = asyncio.Event()
 
     async def run() -> None:
-        async with deploy(
-            config, drain_timeout_s=drain_timeout_s, forward_logs=forward_logs, stop=stop
-        ) as deployment:
+        async with deploy(config, forward_logs=forward_logs, stop=stop) as deployment:
             await _unless_stopped(stop, deployment.wait_ready())
             if not stop.is_set():
                 on_ready(deployment)

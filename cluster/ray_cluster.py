@@ -15,14 +15,14 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
 from antiphon.cluster import actors
 from antiphon.cluster.process import ProcessDied, ProcessStatus, StartFailed
 from antiphon.cluster.process_plan import ProcessSpec
-from antiphon.configs.schema import DeploymentConfig
+from antiphon.cluster.resolution import ResolvedDeployment
 from antiphon.protocol.errors import AntiphonError, ConfigError
 from antiphon.protocol.identity import Role, Topology, WorkerAddress
 
@@ -36,6 +36,12 @@ ACTOR_CONCURRENCY = 64
 
 PLACEMENT_TIMEOUT_S = 60.0
 
+ACTOR_KINDS: Mapping[Role, type] = {
+    Role.PREFILL: actors.PrefillActor,
+    Role.DECODE: actors.DecodeActor,
+    Role.ROUTER: actors.RouterActor,
+}
+
 QUIET_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
@@ -45,14 +51,11 @@ QUIET_RAY = {
 }
 """Environment of a private cluster: no usage report, no metrics agent's work, plain log lines."""
 
-T = TypeVar("T")
-
 
 class RayProcess:
     """One life of one process, as a Ray actor."""
 
-    def __init__(self, spec: ProcessSpec, actor: Any) -> None:
-        self._spec = spec
+    def __init__(self, actor: Any) -> None:
         self._actor = actor
         # Pending for as long as the actor lives: Ray fails it the moment the process is gone.
         self._death = asyncio.ensure_future(self._await_death())
@@ -116,8 +119,18 @@ class RayProcess:
 class RayCluster:
     """A connection to Ray and the placement group of one deployment. Launches the deployment's processes."""
 
-    def __init__(self, config: DeploymentConfig, specs: Iterable[ProcessSpec], *, forward_logs: bool) -> None:
-        self._config = config
+    def __init__(
+        self,
+        deployment: ResolvedDeployment,
+        specs: Iterable[ProcessSpec],
+        *,
+        forward_logs: bool = False,
+        actor_kinds: Mapping[Role, type] = ACTOR_KINDS,
+    ) -> None:
+        """``actor_kinds`` says which class hosts a role; tests put faulty ones in place."""
+        self._config = deployment.config
+        self._served_model = deployment.served
+        self._actor_kinds = actor_kinds
         self._specs = tuple(specs)
         self._forward_logs = forward_logs
         self._cluster_token = secrets.token_hex(32)
@@ -159,17 +172,11 @@ class RayCluster:
                 self._group, placement_group_bundle_index=self._specs.index(spec)
             ),
         }
-        kind = {
-            Role.PREFILL: actors.PrefillActor,
-            Role.DECODE: actors.DecodeActor,
-            Role.ROUTER: actors.RouterActor,
-        }[spec.role]
-        actor = (
-            ray.remote(kind)
-            .options(**options)
-            .remote(spec.worker_id, self._config.model_dump_json(), self._cluster_token)
-        )
-        return RayProcess(spec, actor)
+        arguments: list[object] = [spec.worker_id, self._config.model_dump_json(), self._cluster_token]
+        if spec.role is Role.ROUTER:
+            arguments.append(self._served_model)
+        actor = ray.remote(self._actor_kinds[spec.role]).options(**options).remote(*arguments)
+        return RayProcess(actor)
 
     def close(self) -> None:
         """Leave the cluster; a private one ends and its folder goes. Harmless when repeated."""

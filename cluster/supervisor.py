@@ -102,11 +102,17 @@ class Supervisor:
         self._fatal = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._keep_alive(member)) for member in self.members]
         self._tasks.append(asyncio.create_task(self._publish_changes()))
-        everyone = asyncio.gather(*(member.started.wait() for member in self.members))
-        await asyncio.wait({everyone, self._fatal}, return_when=asyncio.FIRST_COMPLETED)
-        if self._fatal.done():
+        everyone = asyncio.create_task(self._all_started())
+        try:
+            await asyncio.wait([everyone, self._fatal], return_when=asyncio.FIRST_COMPLETED)
+            if self._fatal.done():
+                self._fatal.result()
+        finally:
             everyone.cancel()
-            self._fatal.result()
+
+    async def _all_started(self) -> None:
+        for member in self.members:
+            await member.started.wait()
 
     async def failure(self) -> None:
         """Wait for an error that the supervisor cannot mend, and raise it."""

@@ -32,7 +32,7 @@ TOP = frozenset({"cluster", "benchmarks"})
 
 EXTERNAL_OWNERS: dict[str, frozenset[str]] = {
     "ray": TOP,
-    "torch": frozenset({"kernels", "model", "engine", "kv_transfer", "demo"}) | TOP,
+    "torch": frozenset(LAYERS) - {"protocol", "configs", "router"} | TOP,
     "typer": TOP,
     "fastapi": frozenset({"router"}) | TOP,
     "openai_harmony": frozenset({"router", "demo"}) | TOP,
@@ -51,7 +51,8 @@ def imports_of(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "." * node.level + (node.module or "")
             elif node.module == "antiphon":
                 for alias in node.names:
-                    yield node.lineno, f"antiphon.{alias.name}"
+                    if alias.name != "__version__":
+                        yield node.lineno, f"antiphon.{alias.name}"
             elif node.module:
                 yield node.lineno, node.module
 
