@@ -1,15 +1,36 @@
-"""The prefill worker: fills KV pages and ships them; it never samples."""
+"""The prefill worker: fills KV pages and ships them; it never samples.
+
+Three threads: the engine's, the transport's, and the link thread, which owns every state machine here (jobs,
+peers). The other two only hand over to it, so nothing below needs a lock.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 
 from antiphon.configs.schema import DeploymentConfig
-from antiphon.engine.events import KvWritten, PagesReserved, PrefillStarted
+from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, PrefillStarted
 from antiphon.engine.loop import EngineLoop
-from antiphon.kv_transfer.transport import TransportFactory
-from antiphon.protocol.identity import Topology, WorkerAddress
+from antiphon.engine.thread import EngineThread
+from antiphon.kv_transfer.handshake import agent_name, rank_pages, span_of
+from antiphon.kv_transfer.plan import group_layouts
+from antiphon.kv_transfer.transfer_thread import TransferThread
+from antiphon.kv_transfer.transport import Transport, TransportFactory
+from antiphon.prefill_worker.dispatch import PrefillDispatch
+from antiphon.prefill_worker.peers import DecodePeers, LocalKv
+from antiphon.prefill_worker.shipper import Shipper, source_fence
+from antiphon.protocol.errors import ConfigError
+from antiphon.protocol.identity import Role, Topology, WorkerAddress, new_epoch
+from antiphon.protocol.link import LinkNode, LinkSettings, Peer
+from antiphon.protocol.link_thread import LinkThread
+from antiphon.protocol.messages import LoadReport, RankMemory
 from antiphon.protocol.status import WorkerStatus
+
+_log = logging.getLogger(__name__)
 
 EngineFactory = Callable[
     [Callable[[PagesReserved | PrefillStarted], None], Callable[[KvWritten], None]], EngineLoop
@@ -30,25 +51,233 @@ class PrefillWorker:
         cluster_token: str,
         transport_factory: TransportFactory | None = None,
     ) -> None:
-        """``transport_factory`` makes the KV transport from an agent name; absent means NIXL."""
-        raise NotImplementedError
+        """``transport_factory`` makes the KV transport from an agent name; absent means NIXL.
+
+        Raises:
+            ConfigError: the token is too short, or more than one rank is asked for.
+        """
+        if config.prefill.tensor_parallel != 1:
+            raise ConfigError(
+                f"prefill.tensor_parallel {config.prefill.tensor_parallel}: a worker drives one rank"
+            )
+        self._config = config
+        self._bind_host = bind_host
+        self._transport_factory = transport_factory or nixl_transport
+        self._address = WorkerAddress(worker_id, Role.PREFILL, new_epoch(), "")
+        self._counters: Counter[str] = Counter()
+        self._failed: str | None = None
+        self._topology_version = -1
+        self._dialled: dict[Peer, WorkerAddress] = {}
+        self._engine = engine_factory(self._on_scheduled, self._on_kv_written)
+        self._fence_device = self._engine.kv_cache.device
+        self._thread = LinkThread(f"links-{worker_id}", self._fail)
+        self._engine_thread = EngineThread(self._engine, self._on_events, self._fail)
+        self._transfer = TransferThread(
+            self._open_transport,
+            lambda sender, payload: None,  # nobody writes into a prefill worker
+            self._fail,
+            write_timeout_s=config.transfer.completion_timeout_s,
+        )
+        transfer = config.transfer
+        self._node = LinkNode(
+            Peer(Role.PREFILL, worker_id, self._address.epoch),
+            cluster_token,
+            self,
+            LinkSettings(heartbeat_s=transfer.heartbeat_s, lease_s=transfer.lease_s),
+        )
+        self._peers: DecodePeers | None = None
+        self._dispatch: PrefillDispatch | None = None
+        self._stopped = threading.Event()
+
+    # ------------------------------------------------------------------------------------- public, any thread
 
     def start(self, topology: Topology | None = None) -> WorkerAddress:
         """Listen, start the engine's thread, connect to the topology's decode workers."""
-        raise NotImplementedError
+        self._thread.start()
+        self._transfer.start()
+        memory = self._transfer.run(self._describe).result()
+        endpoint = self._thread.call(self._start_links, memory)
+        self._address = WorkerAddress(self._address.worker_id, Role.PREFILL, self._address.epoch, endpoint)
+        self._engine_thread.start()
+        if topology is not None:
+            self.set_topology(topology)
+        return self._address
 
     def set_topology(self, topology: Topology) -> None:
         """Take a new list of living workers; a peer that is gone or has a new epoch is dead."""
-        raise NotImplementedError
+        self._thread.call(self._apply_topology, topology)
 
     def status(self) -> WorkerStatus:
         """A snapshot."""
-        raise NotImplementedError
+        return self._thread.call(self._status)
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, finish those held; True when none is left in time."""
-        raise NotImplementedError
+        self._thread.call(self._begin_drain)
+        deadline = time.monotonic() + timeout_s
+        while self._thread.call(lambda: len(self._running_dispatch())) > 0:
+            if time.monotonic() > deadline or self._failed is not None:
+                return False
+            self._stopped.wait(0.02)
+        return True
 
     def stop(self) -> None:
         """End everything this worker started."""
-        raise NotImplementedError
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        self._engine_thread.stop()
+        self._thread.call(self._node.close)
+        self._transfer.stop()
+        self._thread.stop()
+
+    # --------------------------------------------------------------------------- engine and transfer threads
+
+    def _open_transport(self) -> Transport:
+        transport = self._transport_factory(agent_name(self._address.worker_id, self._address.epoch, 0))
+        transport.register([span_of(region) for region in self._engine.kv_cache.memory_regions()])
+        return transport
+
+    def _describe(self, transport: Transport) -> RankMemory:
+        regions = self._engine.kv_cache.memory_regions()
+        return RankMemory(0, transport.agent_name, transport.metadata(), regions)
+
+    def _on_scheduled(self, event: PagesReserved | PrefillStarted) -> None:
+        if isinstance(event, PrefillStarted):
+            self._thread.post(lambda: self._running_dispatch().on_started(event))
+
+    def _on_kv_written(self, event: KvWritten) -> None:
+        fence = source_fence(self._fence_device)
+        self._thread.post(lambda: self._running_dispatch().on_kv_written(event, fence))
+
+    def _on_events(self, events: list[EngineEvent]) -> None:
+        self._thread.post(lambda: self._running_dispatch().on_engine_events(events))
+
+    def _fail(self, error: BaseException) -> None:
+        """This worker is of no use any more: say so and hang up, so that its peers recover at once."""
+        self._counters["failures_internal"] += 1
+        if self._failed is None:
+            self._failed = f"{type(error).__name__}: {error}"
+            _log.error("prefill worker %s failed: %s", self._address.worker_id, self._failed)
+            self._thread.post(self._node.close)
+
+    # ------------------------------------------------------------------------------------------- link thread
+
+    def _running_dispatch(self) -> PrefillDispatch:
+        if self._dispatch is None:
+            raise RuntimeError("the worker was not started")
+        return self._dispatch
+
+    def _start_links(self, memory: RankMemory) -> str:
+        cache = self._engine.kv_cache
+        model = self._config.model
+        fingerprint = cache.fingerprint(model.name, model.revision or "")
+        pages = rank_pages(group_layouts(fingerprint), 1, memory)
+        local = LocalKv(fingerprint, memory, pages, cache)
+        self._peers = DecodePeers(
+            local, self._node, self._thread, self._transfer, self._counters, self._report_load
+        )
+        layer_groups = self._config.transfer.layer_groups
+        shipper = Shipper(fingerprint, pages, self._transfer, layer_groups, self._address.epoch)
+        self._dispatch = PrefillDispatch(
+            self._engine,
+            self._node,
+            self._thread,
+            self._peers,
+            shipper,
+            self._counters,
+            self._config.transfer,
+        )
+        self._node.start()
+        endpoint = self._node.listen(self._bind_host)
+        self._beat()
+        return endpoint
+
+    def _apply_topology(self, topology: Topology) -> None:
+        if topology.version <= self._topology_version:
+            return
+        self._topology_version = topology.version
+        wanted = {Peer(w.role, w.worker_id, w.epoch): w for w in topology.of_role(Role.DECODE)}
+        for peer in list(self._dialled):
+            if wanted.get(peer) != self._dialled[peer]:
+                del self._dialled[peer]
+                self._node.disconnect(peer, "not in the topology any more")
+        for peer, address in wanted.items():
+            if peer not in self._dialled:
+                self._dialled[peer] = address
+                self._node.connect(address)
+
+    def on_up(self, peer: Peer) -> None:
+        """See LinkHandler."""
+        if peer.role is Role.DECODE and self._peers is not None:
+            self._peers.on_up(peer)
+        else:
+            self._report_load()
+
+    def on_message(self, peer: Peer, message: object) -> None:
+        """See LinkHandler."""
+        self._running_dispatch().on_message(peer, message)
+
+    def on_lost(self, peer: Peer, reason: str) -> None:
+        """See LinkHandler."""
+        _log.warning("link to %s ended: %s", peer, reason)
+        if self._peers is not None and peer.role is Role.DECODE:
+            self._peers.on_lost(peer)
+        self._running_dispatch().on_lost(peer, reason)
+
+    def _begin_drain(self) -> None:
+        self._running_dispatch().draining = True
+        self._report_load()
+
+    def _beat(self) -> None:
+        self._running_dispatch().tick()
+        self._report_load()
+        self._thread.later(self._config.transfer.heartbeat_s, self._beat)
+
+    def _report_load(self) -> None:
+        snapshot = self._engine.snapshot()
+        peers = self._peers.ready() if self._peers is not None else {}
+        report = LoadReport(
+            self._address.epoch,
+            snapshot.running,
+            snapshot.waiting,
+            snapshot.free_pages,
+            snapshot.total_pages,
+            snapshot.queued_prefill_tokens,
+            self._running_dispatch().draining,
+            {peer.worker_id: peer.epoch for peer in peers},
+        )
+        for peer in self._node.peers():
+            if peer.role is Role.ROUTER:
+                self._node.send(peer, report)
+
+    def _status(self) -> WorkerStatus:
+        snapshot = self._engine.snapshot()
+        ready = tuple(peer.worker_id for peer in self._peers.ready()) if self._peers is not None else ()
+        detail = self._peers.detail() if self._peers is not None else "not started"
+        links = [f"{p.worker_id}: {d}" for p in self._dialled if (d := self._node.detail(p))]
+        dispatch = self._running_dispatch()
+        held = ("used", "reserved", "pinned_for_transfer", "quarantined")
+        return WorkerStatus(
+            worker_id=self._address.worker_id,
+            role=Role.PREFILL,
+            epoch=self._address.epoch,
+            endpoint=self._address.endpoint,
+            ready=bool(ready) and self._failed is None,
+            detail="; ".join(filter(None, [detail, *links])),
+            draining=dispatch.draining,
+            failed=self._failed,
+            requests=len(dispatch),
+            pages_held=sum(group.get(state, 0) for group in snapshot.pages.values() for state in held),
+            pages_quarantined=sum(group.get("quarantined", 0) for group in snapshot.pages.values()),
+            queued_prefill_tokens=snapshot.queued_prefill_tokens,
+            kv_peers=ready,
+            counters=dict(self._counters + self._node.counters),
+        )
+
+
+def nixl_transport(name: str) -> Transport:
+    """The NIXL transport; imported when first asked for, because the import loads UCX."""
+    from antiphon.kv_transfer.nixl_transport import NixlTransport
+
+    return NixlTransport(name)

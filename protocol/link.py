@@ -31,6 +31,8 @@ from antiphon.protocol.link_wire import ClusterKeys, Frame, FrameKind, Peer, pac
 from antiphon.protocol.messages import AnyMessage, Heartbeat, Message
 from antiphon.protocol.session import Session, SessionOverflow
 
+__all__ = ["LinkHandler", "LinkNode", "LinkSettings", "Peer"]
+
 _ACKNOWLEDGE_EVERY = 64
 _FAREWELL_LINGER_MS = 200
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "*", "")

@@ -1,0 +1,353 @@
+"""What a prefill worker does with each message and each engine event: the owner of its jobs.
+
+Everything runs on the link thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from antiphon.configs.schema import TransferConfig
+from antiphon.engine.events import EngineEvent, KvWritten, PrefillComputed, PrefillStarted, SequenceFinished
+from antiphon.engine.loop import EngineLoop
+from antiphon.engine.rejection import RequestRejected
+from antiphon.engine.requests import EngineRequest, RequestKind
+from antiphon.kv_transfer.handshake import PeerKv
+from antiphon.kv_transfer.transfer_thread import WriteOutcome
+from antiphon.prefill_worker.jobs import Failure, JobState, PrefillJob
+from antiphon.prefill_worker.peers import DecodePeers
+from antiphon.prefill_worker.shipper import Shipper
+from antiphon.protocol.link import LinkNode, Peer
+from antiphon.protocol.link_thread import LinkThread
+from antiphon.protocol.messages import (
+    AbortRequest,
+    AnnounceWrites,
+    CancelWrites,
+    FinishReason,
+    GrantWrites,
+    KvProbeResult,
+    KvRefused,
+    KvWelcome,
+    MissingWrites,
+    PrefillFailed,
+    PrefillFinished,
+    PrefillRequest,
+    RefuseWrites,
+    RequestRefused,
+    WriteKey,
+    WritesDrained,
+    WritesFailed,
+)
+
+_log = logging.getLogger(__name__)
+_REMEMBERED_JOBS = 4096
+
+
+class PrefillDispatch:
+    """All jobs of one prefill worker."""
+
+    def __init__(
+        self,
+        engine: EngineLoop,
+        node: LinkNode,
+        thread: LinkThread,
+        peers: DecodePeers,
+        shipper: Shipper,
+        counters: Counter[str],
+        settings: TransferConfig,
+    ) -> None:
+        self.draining = False
+        self._engine = engine
+        self._node = node
+        self._thread = thread
+        self._peers = peers
+        self._shipper = shipper
+        self._counters = counters
+        self._settings = settings
+        self._epoch = node.me.epoch
+        self._jobs: dict[tuple[str, int], PrefillJob] = {}
+        self._by_engine_id: dict[str, PrefillJob] = {}
+        # Notifications of shipped jobs, so that a lost one can be repeated after the pages were given back.
+        self._shipped: OrderedDict[tuple[str, int], tuple[PeerKv, dict[WriteKey, bytes]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    # ---------------------------------------------------------------------------------------------- messages
+
+    def on_message(self, peer: Peer, message: object) -> None:
+        """One message of a peer; a stale or misdirected one is dropped and counted."""
+        match message:
+            case PrefillRequest():
+                self._on_request(peer, message)
+            case AbortRequest():
+                self._on_abort(message)
+            case KvWelcome():
+                self._peers.on_welcome(peer, message)
+            case KvRefused():
+                self._peers.on_refused(peer, message)
+            case KvProbeResult():
+                self._peers.on_probe_result(peer, message)
+            case GrantWrites() | RefuseWrites() | MissingWrites() | CancelWrites():
+                if message.decode_epoch != peer.epoch:
+                    self._counters["stale_messages"] += 1
+                else:
+                    self._on_decode_message(peer, message)
+            case _:
+                self._counters["messages_misdirected"] += 1
+                _log.warning("%s sent a %s to a prefill worker", peer, type(message).__name__)
+
+    def _on_request(self, router: Peer, message: PrefillRequest) -> None:
+        key = message.request_id, message.attempt
+        ticket = message.ticket
+        if self.draining:
+            self._node.send(router, RequestRefused(*key, "this worker is draining", retryable=True))
+            return
+        if key in self._jobs:
+            self._counters["requests_repeated"] += 1
+            return
+        if len(message.token_ids) - 1 != ticket.kv_tokens:
+            reason = f"{len(message.token_ids)} tokens for a ticket of {ticket.kv_tokens} positions"
+            self._node.send(router, PrefillFailed(*key, "reserve", reason))
+            return
+        found = self._peers.find(ticket.decode_worker_id, ticket.decode_epoch)
+        if found is None:
+            reason = f"no handshake with {ticket.decode_worker_id} (epoch {ticket.decode_epoch})"
+            self._node.send(router, PrefillFailed(*key, "handshake", reason))
+            return
+        job = PrefillJob(message, router, *found)
+        request = EngineRequest(
+            job.engine_id,
+            message.attempt,
+            RequestKind.PREFILL_ONLY,
+            tuple(message.token_ids),
+            priority=message.priority,
+            deadline_s=message.deadline_s,
+            cache_salt=message.cache_salt,
+        )
+        try:
+            self._engine.submit(request)
+        except RequestRejected as error:
+            self._node.send(router, RequestRefused(*key, error.reason, error.retryable))
+            return
+        self._jobs[key] = self._by_engine_id[job.engine_id] = job
+
+    def _on_abort(self, message: AbortRequest) -> None:
+        for job in list(self._jobs.values()):
+            if job.request.request_id == message.request_id and job.request.attempt <= message.attempt:
+                self._cancel(job)
+
+    def _on_decode_message(
+        self, peer: Peer, message: GrantWrites | RefuseWrites | MissingWrites | CancelWrites
+    ) -> None:
+        key = message.request_id, message.attempt
+        job = self._jobs.get(key)
+        if job is not None and job.decode != peer:
+            self._counters["stale_messages"] += 1
+        elif isinstance(message, CancelWrites):
+            self._on_cancel(peer, message, job)
+        elif isinstance(message, MissingWrites):
+            self._on_missing(peer, message, job)
+        elif job is None:
+            self._counters["stale_messages"] += 1
+        elif isinstance(message, RefuseWrites):
+            self._fail(job, "reserve", message.reason)
+        elif job.state is JobState.ANNOUNCED:
+            job.move(JobState.GRANTED)
+            waiting, job.waiting = job.waiting, []
+            for event, source_ready in waiting:
+                self._ship(job, event, source_ready)
+
+    def _on_cancel(self, peer: Peer, message: CancelWrites, job: PrefillJob | None) -> None:
+        if job is None:  # gone: nothing of it is under way
+            drained = WritesDrained(message.request_id, message.attempt, self._epoch, message.decode_epoch)
+            self._node.send(peer, drained)
+            return
+        if job.state is JobState.SHIPPED or job.told:  # nothing is under way and nothing will be
+            self._tell_drained(job)
+            return
+        job.drain_asked = True
+        self._cancel(job)
+
+    def _on_missing(self, peer: Peer, message: MissingWrites, job: PrefillJob | None) -> None:
+        """Repeat what is done; for the rest, say that it is still coming, or that it never will."""
+        self._counters["missing_writes_asked"] += len(message.keys)
+        key = message.request_id, message.attempt
+        if job is not None:
+            kv = job.decode_kv
+            notifications = {k: self._shipper.notification(job, k) for k in job.done}
+            if job.state in (JobState.ANNOUNCED, JobState.GRANTED) and set(message.keys) - job.done:
+                self._announce(job)
+        elif key in self._shipped:
+            kv, notifications = self._shipped[key]
+        else:
+            reason = "this worker does not know the request any more"
+            failed = WritesFailed(*key, self._epoch, message.decode_epoch, "notify", reason)
+            self._node.send(peer, failed)
+            return
+        for write in message.keys:
+            if write in notifications:
+                self._counters["notifications_repeated"] += 1
+                self._shipper.notify_again(kv, notifications[write], self._repeated)
+
+    def _repeated(self, outcome: WriteOutcome) -> None:
+        """On the transfer thread. A failure shows as the same write being missed again."""
+        if outcome.error is not None:
+            _log.warning("a repeated notification failed: %s", outcome.error)
+
+    # ------------------------------------------------------------------------------------------ engine events
+
+    def on_started(self, event: PrefillStarted) -> None:
+        """The engine is about to compute a job: its writes are known, ask for permission."""
+        job = self._by_engine_id.get(event.request_id)
+        if job is None or job.state is not JobState.QUEUED:
+            return
+        job.keys = self._shipper.keys(event.chunks)
+        job.cached_tokens, job.queue_s = event.cached_tokens, event.queue_s
+        job.move(JobState.ANNOUNCED)
+        job.announced_at = time.monotonic()
+        self._announce(job)
+
+    def on_kv_written(self, event: KvWritten, source_ready: Callable[[], bool] | None) -> None:
+        """A layer group of a chunk is computed (on CUDA: will be, once ``source_ready``)."""
+        job = self._by_engine_id.get(event.request_id)
+        if job is None:
+            return
+        if job.state is JobState.ANNOUNCED:
+            job.waiting.append((event, source_ready))
+        elif job.state is JobState.GRANTED:
+            self._ship(job, event, source_ready)
+
+    def on_engine_events(self, events: list[EngineEvent]) -> None:
+        """What a step returned; its KvWritten and PrefillStarted came earlier by callback."""
+        for event in events:
+            if isinstance(event, PrefillComputed):
+                job = self._by_engine_id.get(event.request_id)
+                if job is not None:
+                    job.computed, job.compute_s = True, event.compute_s
+                    job.computed_at = time.monotonic()
+                    self._advance(job)
+            elif isinstance(event, SequenceFinished):
+                self._on_sequence_finished(event)
+
+    def _on_sequence_finished(self, event: SequenceFinished) -> None:
+        job = self._by_engine_id.pop(event.request_id, None)
+        if job is None:
+            return
+        job.engine_ended, job.quarantined = True, event.quarantined
+        if event.reason not in (FinishReason.STOP, FinishReason.ABORT):
+            self._fail(job, "compute", event.error or event.reason.value)
+        self._advance(job)
+
+    # ------------------------------------------------------------------------------------------------ writing
+
+    def _announce(self, job: PrefillJob) -> None:
+        message = AnnounceWrites(
+            *job.key,
+            self._node.me.worker_id,
+            self._epoch,
+            job.request.ticket.decode_epoch,
+            sorted(job.keys),
+        )
+        self._node.send(job.decode, message)
+
+    def _ship(self, job: PrefillJob, event: KvWritten, source_ready: Callable[[], bool] | None) -> None:
+        job.in_flight += 1
+
+        def on_shipped(key: WriteKey, outcome: WriteOutcome, size: int) -> None:
+            self._thread.post(self._on_shipped, job, key, outcome, size)
+
+        self._shipper.ship(job, event, on_shipped, source_ready)
+
+    def _on_shipped(self, job: PrefillJob, key: WriteKey, outcome: WriteOutcome, size: int) -> None:
+        job.in_flight -= 1
+        if outcome.error is None:
+            job.done.add(key)
+            job.bytes_sent += size
+            self._counters["bytes_sent"] += size
+            self._counters["writes_done"] += 1
+        else:
+            self._fail(job, outcome.error.stage, outcome.error.reason)
+        self._advance(job)
+
+    # ------------------------------------------------------------------------------------------------- ending
+
+    def _cancel(self, job: PrefillJob) -> None:
+        if job.state not in (JobState.ENDING, JobState.SHIPPED):
+            self._counters["jobs_cancelled"] += 1
+            self._end(job)
+        self._advance(job)
+
+    def _fail(self, job: PrefillJob, stage: str, reason: str) -> None:
+        if job.state in (JobState.ENDING, JobState.SHIPPED):
+            return
+        job.failure = Failure(stage, reason)
+        self._counters[f"failures_{stage}"] += 1
+        _log.warning("prefill of %s attempt %d failed: %s: %s", *job.key, stage, reason)
+        self._end(job)
+
+    def _end(self, job: PrefillJob) -> None:
+        """Post nothing more; the engine sets the pages aside while a write still reads them."""
+        job.move(JobState.ENDING)
+        job.waiting.clear()
+        if not job.engine_ended:
+            self._engine.abort(job.engine_id, job.request.attempt, writer_granted=job.in_flight > 0)
+
+    def _advance(self, job: PrefillJob) -> None:
+        """Do what the job's facts allow by now."""
+        if job.state is JobState.GRANTED and job.all_written and job.computed:
+            self._finish(job)
+        if job.state is JobState.ENDING and job.in_flight == 0 and not job.told:
+            job.told = True
+            self._tell_end(job)
+        if not job.engine_ended or job.in_flight > 0 or job.key not in self._jobs:
+            return
+        if job.quarantined:
+            self._engine.release_quarantined(job.engine_id, job.request.attempt)
+        del self._jobs[job.key]
+
+    def _finish(self, job: PrefillJob) -> None:
+        job.move(JobState.SHIPPED)
+        self._engine.release(job.engine_id, job.request.attempt)
+        notifications = {key: self._shipper.notification(job, key) for key in job.keys}
+        self._shipped[job.key] = job.decode_kv, notifications
+        if len(self._shipped) > _REMEMBERED_JOBS:
+            self._shipped.popitem(last=False)
+        finished = PrefillFinished(
+            *job.key, job.cached_tokens, job.queue_s, job.compute_s, job.transfer_tail_s(), job.bytes_sent
+        )
+        self._node.send(job.router, finished)
+
+    def _tell_end(self, job: PrefillJob) -> None:
+        """No write of the job can land any more: say so to whoever waits for it."""
+        if job.failure is not None:
+            stage, reason = job.failure.stage, job.failure.reason
+            if job.announced:
+                epochs = self._epoch, job.request.ticket.decode_epoch
+                self._node.send(job.decode, WritesFailed(*job.key, *epochs, stage, reason))
+            self._node.send(job.router, PrefillFailed(*job.key, stage, reason))
+        if job.drain_asked:
+            self._tell_drained(job)
+
+    def _tell_drained(self, job: PrefillJob) -> None:
+        self._node.send(job.decode, WritesDrained(*job.key, self._epoch, job.request.ticket.decode_epoch))
+
+    def on_lost(self, peer: Peer, reason: str) -> None:
+        """A link's session ended: work for that router or into that decode worker is pointless."""
+        for job in list(self._jobs.values()):
+            if job.router == peer:
+                self._cancel(job)
+            elif job.decode == peer:
+                self._fail(job, "transfer", f"link to {peer.worker_id} ended: {reason}")
+                self._advance(job)
+
+    def tick(self) -> None:
+        """Give up on permissions that do not come."""
+        now = time.monotonic()
+        for job in list(self._jobs.values()):
+            if job.state is JobState.ANNOUNCED and now - job.announced_at > self._settings.lease_s:
+                self._fail(job, "reserve", f"no permission to write within {self._settings.lease_s:g} s")
+                self._advance(job)

@@ -1,0 +1,117 @@
+"""One prefill request's life in a prefill worker.
+
+    state       entered when                            leaves to
+    QUEUED      the engine took the request             ANNOUNCED, ENDING
+    ANNOUNCED   the engine started; permission asked    GRANTED, ENDING
+    GRANTED     the decode worker allowed writing       SHIPPED, ENDING
+    SHIPPED     every write is done and notified        (gone)
+    ENDING      cancelled or failed                     (gone)
+
+A job is gone once the engine has ended it and no write of it is under way. Only ANNOUNCED and later states
+may have something to say to the decode worker; only GRANTED may post writes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from antiphon.engine.events import KvWritten
+from antiphon.kv_transfer.handshake import PeerKv
+from antiphon.protocol.errors import IllegalTransition
+from antiphon.protocol.link import Peer
+from antiphon.protocol.messages import PrefillRequest, WriteKey
+
+
+class JobState(StrEnum):
+    """See the table above."""
+
+    QUEUED = "queued"
+    ANNOUNCED = "announced"
+    GRANTED = "granted"
+    SHIPPED = "shipped"
+    ENDING = "ending"
+
+
+_MOVES = {
+    JobState.QUEUED: {JobState.ANNOUNCED, JobState.ENDING},
+    JobState.ANNOUNCED: {JobState.GRANTED, JobState.ENDING},
+    JobState.GRANTED: {JobState.SHIPPED, JobState.ENDING},
+    JobState.SHIPPED: set(),
+    JobState.ENDING: set(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a job will not complete; ``stage`` as in PrefillFailed."""
+
+    stage: str
+    reason: str
+
+
+@dataclass(slots=True)
+class PrefillJob:
+    """Everything a prefill worker knows about one (request, attempt)."""
+
+    request: PrefillRequest
+    router: Peer
+    decode: Peer
+    decode_kv: PeerKv
+    state: JobState = JobState.QUEUED
+    keys: frozenset[WriteKey] = frozenset()
+    """The announced writes."""
+    waiting: list[tuple[KvWritten, Callable[[], bool] | None]] = field(default_factory=list)
+    """Computed before the permission came, each with what says that its source is ready."""
+    in_flight: int = 0
+    done: set[WriteKey] = field(default_factory=set)
+    computed: bool = False
+    failure: Failure | None = None
+    drain_asked: bool = False
+    """The decode worker waits for WritesDrained."""
+    told: bool = False
+    """The end was said to whoever waits for it."""
+    engine_ended: bool = False
+    quarantined: bool = False
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    computed_at: float = 0.0
+    announced_at: float = 0.0
+    bytes_sent: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Identity of this unit of work."""
+        return self.request.request_id, self.request.attempt
+
+    @property
+    def engine_id(self) -> str:
+        """Its name in the engine: attempts of one request may overlap while an old one drains."""
+        return f"{self.request.request_id}#{self.request.attempt}"
+
+    @property
+    def announced(self) -> bool:
+        """Whether the decode worker has heard of it."""
+        return bool(self.keys)
+
+    @property
+    def all_written(self) -> bool:
+        """Every announced write is done and notified."""
+        return self.announced and len(self.done) == len(self.keys)
+
+    def move(self, state: JobState) -> None:
+        """Change state.
+
+        Raises:
+            IllegalTransition: there is no such edge.
+        """
+        if state not in _MOVES[self.state]:
+            raise IllegalTransition(f"prefill job {self.key}: {self.state} -> {state}")
+        self.state = state
+
+    def transfer_tail_s(self) -> float:
+        """Time since the last chunk was computed."""
+        return max(0.0, time.monotonic() - self.computed_at)
