@@ -1,9 +1,9 @@
-"""Time of a model's forward pass on one GPU, without the engine around it: where a step's kernels stand.
+"""Time of a model's forward pass on one GPU, without the engine around it.
 
-Random weights of a published shape, random KV in pages of its own for every sequence. Decode is a CUDA graph of
-forward, logits and argmax; prefill runs eagerly. ``antiphon bench engine`` measures the same through the engine.
+Random weights of a published shape, random KV in pages of its own for every sequence. Decode is a CUDA graph
+of forward, logits and argmax; prefill runs eagerly.
 
-Run: ``python -m antiphon.benchmarks.model_step --model gpt-oss-20b --batches 1,8,32,128 --prefill 1024,8192``.
+Run: ``python -m antiphon.benchmarks.model_step --model gpt-oss-20b --batches 1,8,32 --prefill 1024,8192``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def random_cache(model: CudaTransformer, full_pages: int, sliding_pages: int) ->
         device="cuda",
     )
     for group in ("full", "sliding"):
-        for page in cache.memory(group).split(256):
-            page.normal_()
+        memory = cache.memory(group)
+        for first in range(0, memory.shape[0], 256):
+            memory[first : first + 256].normal_()
     return cache
 
 
