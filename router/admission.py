@@ -53,6 +53,8 @@ class Admission:
         self._waiters: list[_Waiter] = []
         self._arrivals = itertools.count()
         self._closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._mean_hold_s = 1.0
 
     @property
@@ -92,6 +94,10 @@ class Admission:
             if not waiter.admitted.done():
                 waiter.admitted.set_exception(ShuttingDown("the server is shutting down"))
         self._waiters.clear()
+
+    async def wait_idle(self) -> None:
+        """Return once nobody holds or waits for a slot."""
+        await self._idle.wait()
 
     async def _enter(self, weight: int, priority: int, timeout_s: float) -> None:
         if self._closed:
@@ -144,5 +150,9 @@ class Admission:
         return min(max(math.ceil(self._mean_hold_s * weight / self._max_in_flight), 1), 60)
 
     def _show(self) -> None:
+        if self._in_flight or self._queued:
+            self._idle.clear()
+        else:
+            self._idle.set()
         self._metrics.requests_in_flight.set(self._in_flight)
         self._metrics.requests_queued.set(self._queued)

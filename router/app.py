@@ -1,0 +1,96 @@
+"""The HTTP application: which URL leads where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from antiphon.router.http_boundary import HttpBoundary, handle_api_error, handle_http_exception, read_body
+from antiphon.router.openai.chat import chat_completion
+from antiphon.router.openai.chat_schema import ChatCompletionRequest
+from antiphon.router.openai.context import ApiContext
+from antiphon.router.openai.errors import ApiError, model_not_found, unavailable
+from antiphon.router.openapi_document import describe_bodies, request_body
+
+Endpoint = Callable[[ApiContext, bytes], Response]
+
+BODIES = (ChatCompletionRequest,)
+
+
+def create_app(context: ApiContext, is_draining: Callable[[], bool]) -> FastAPI:
+    """The application of one router. It is wrapped by ``wrap_app`` before it is served."""
+    app = FastAPI(
+        title="Antiphon",
+        description="OpenAI-compatible API of a disaggregated GPT-OSS deployment.",
+        version=version("antiphon"),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.add_exception_handler(ApiError, handle_api_error)
+    app.add_exception_handler(HTTPException, handle_http_exception)
+    _add_generation(app, context)
+    _add_models(app, context)
+    _add_operations(app, context, is_draining)
+    describe_bodies(app, BODIES)
+    return app
+
+
+def wrap_app(app: FastAPI, context: ApiContext) -> HttpBoundary:
+    """The application as it is served."""
+    return HttpBoundary(app, context.metrics)
+
+
+def _add_generation(app: FastAPI, context: ApiContext) -> None:
+    @app.post("/v1/chat/completions", tags=["Generation"], openapi_extra=request_body(ChatCompletionRequest))
+    async def create_chat_completion(request: Request) -> Response:
+        """Answer a conversation."""
+        return chat_completion(context, await read_body(request, context.config.max_body_bytes))
+
+
+def _add_models(app: FastAPI, context: ApiContext) -> None:
+    @app.get("/v1/models", tags=["Models"])
+    async def list_models() -> Response:
+        """The one model that is served."""
+        return _json({"object": "list", "data": [context.model.card()]})
+
+    @app.get("/v1/models/{model:path}", tags=["Models"])
+    async def retrieve_model(model: str) -> Response:
+        """The served model, by name."""
+        if model != context.model.name:
+            raise model_not_found(model)
+        return _json(context.model.card())
+
+
+def _add_operations(app: FastAPI, context: ApiContext, is_draining: Callable[[], bool]) -> None:
+    @app.get("/health", tags=["Operations"])
+    async def health() -> Response:
+        """The process is alive."""
+        return _json({"status": "ok"})
+
+    @app.get("/ready", tags=["Operations"])
+    async def ready() -> Response:
+        """A prefill and a decode worker have moved a test page, and requests are taken."""
+        if is_draining():
+            raise unavailable("The server is shutting down.", 5)
+        pairs = context.dispatcher.fleet.pairs()
+        if not pairs:
+            linked = len(context.dispatcher.fleet)
+            raise unavailable(
+                f"No ready pair of a prefill and a decode worker; {linked} workers are linked.", 5
+            )
+        return _json({"status": "ready", "pairs": [{"prefill": p, "decode": d} for p, d in pairs]})
+
+    @app.get("/metrics", tags=["Operations"])
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        text, content_type = context.metrics.exposition()
+        return Response(text, headers={"content-type": content_type})
+
+
+def _json(document: object) -> Response:
+    return Response(orjson.dumps(document), media_type="application/json")

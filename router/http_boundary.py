@@ -1,0 +1,126 @@
+"""The outermost layer of the API: request ids, counts, and no error without OpenAI's body."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from antiphon.router.metrics import RouterMetrics
+from antiphon.router.openai.errors import (
+    ApiError,
+    body_too_large,
+    invalid,
+    method_not_allowed,
+    not_found,
+    server_error,
+)
+from antiphon.router.transport_abort import abort_connection
+
+log = structlog.get_logger("antiphon.router.http")
+
+_ERROR_TYPE = "antiphon.error_type"
+
+
+class HttpBoundary:
+    """ASGI middleware around everything else."""
+
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req_{uuid.uuid4().hex}"
+        started = time.perf_counter()
+        status: int | None = None
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {
+                    **message,
+                    "headers": [*message["headers"], (b"x-request-id", request_id.encode())],
+                }
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(http_request_id=request_id):
+            try:
+                await self._app(scope, receive, send_with_id)
+            except Exception:
+                log.exception("request_crashed", path=_endpoint(scope))
+                if status is None:
+                    await error_response(scope, server_error("Internal error."))(scope, receive, send_with_id)
+                else:
+                    # Too late for a body: dropping the connection is the only way to say it.
+                    abort_connection(scope)
+            self._account(scope, 499 if status is None else status, time.perf_counter() - started)
+
+    def _account(self, scope: Scope, status: int, seconds: float) -> None:
+        endpoint = _endpoint(scope)
+        self._metrics.requests.labels(endpoint, str(status)).inc()
+        if (error_type := scope.get(_ERROR_TYPE)) is not None:
+            self._metrics.request_errors.labels(error_type).inc()
+        level = log.debug if endpoint in ("/health", "/ready", "/metrics") else log.info
+        level("request", endpoint=endpoint, status=status, seconds=round(seconds, 6), error=error_type)
+
+
+def _endpoint(scope: Scope) -> str:
+    """Path template of the route; unknown URLs share one label, so that nobody can flood the metric."""
+    return getattr(scope.get("route"), "path", "unknown")
+
+
+def error_response(scope: Scope, error: ApiError) -> Response:
+    """The response to an error, noted for the counts."""
+    scope[_ERROR_TYPE] = error.metric_type
+    return error.response()
+
+
+async def handle_api_error(request: Request, error: Exception) -> Response:
+    """Exception handler for ApiError."""
+    if not isinstance(error, ApiError):
+        raise error
+    return error_response(request.scope, error)
+
+
+async def handle_http_exception(request: Request, error: Exception) -> Response:
+    """Exception handler for what the routing layer raises: unknown URLs and methods."""
+    if not isinstance(error, HTTPException):
+        raise error
+    if error.status_code == 404:
+        return error_response(request.scope, not_found(request.url.path))
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        return error_response(request.scope, method_not_allowed(request.method, allow))
+    return error_response(request.scope, ApiError(error.status_code, str(error.detail)))
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        ApiError: 413 beyond the limit; 400 for a content length that is no number.
+    """
+    declared = request.headers.get("content-length")
+    if declared is not None:
+        if not declared.isdecimal():
+            raise invalid("Content-Length is not a number.", None, "invalid_header")
+        if int(declared) > limit_bytes:
+            raise body_too_large(limit_bytes)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit_bytes:
+            raise body_too_large(limit_bytes)
+        chunks.append(chunk)
+    return b"".join(chunks)
