@@ -157,6 +157,11 @@ class RayCluster:
     ) -> None:
         self.close()
 
+    @property
+    def folder(self) -> Path | None:
+        """Where a private cluster keeps its files until it ends."""
+        return self._folder
+
     def launch(self, spec: ProcessSpec) -> RayProcess:
         """See Launcher."""
         import ray
