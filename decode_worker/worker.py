@@ -1,15 +1,37 @@
-"""The decode worker: reserves pages, receives KV, decodes in continuous batches."""
+"""The decode worker: reserves pages, receives KV, decodes in continuous batches.
+
+Three threads: the engine's, the transport's, and the link thread, which owns every state machine here
+(requests, receives, peers). The other two only hand over to it, so nothing below needs a lock.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 
 from antiphon.configs.schema import DeploymentConfig
-from antiphon.engine.events import KvWritten, PagesReserved, PrefillStarted
+from antiphon.decode_worker.dispatch import DecodeDispatch
+from antiphon.decode_worker.greeter import PrefillGreeter
+from antiphon.decode_worker.receiver import KvReceiver
+from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, PrefillStarted
 from antiphon.engine.loop import EngineLoop
-from antiphon.kv_transfer.transport import TransportFactory
-from antiphon.protocol.identity import Topology, WorkerAddress
+from antiphon.engine.thread import EngineThread
+from antiphon.kv_transfer.handshake import agent_name, rank_pages, span_of
+from antiphon.kv_transfer.leases import Writer
+from antiphon.kv_transfer.plan import group_layouts
+from antiphon.kv_transfer.transfer_thread import TransferThread
+from antiphon.kv_transfer.transport import Transport, TransportFactory
+from antiphon.protocol.errors import ConfigError
+from antiphon.protocol.identity import Role, Topology, WorkerAddress, new_epoch
+from antiphon.protocol.link import LinkNode, LinkSettings, Peer
+from antiphon.protocol.link_thread import LinkThread
+from antiphon.protocol.messages import LoadReport, RankMemory
 from antiphon.protocol.status import WorkerStatus
+
+_log = logging.getLogger(__name__)
 
 EngineFactory = Callable[
     [Callable[[PagesReserved | PrefillStarted], None], Callable[[KvWritten], None]], EngineLoop
@@ -30,25 +52,236 @@ class DecodeWorker:
         cluster_token: str,
         transport_factory: TransportFactory | None = None,
     ) -> None:
-        """``transport_factory`` makes the KV transport from an agent name; absent means NIXL."""
-        raise NotImplementedError
+        """``transport_factory`` makes the KV transport from an agent name; absent means NIXL.
+
+        Raises:
+            ConfigError: the token is too short, or more than one rank is asked for.
+        """
+        if config.decode.tensor_parallel != 1:
+            raise ConfigError(
+                f"decode.tensor_parallel {config.decode.tensor_parallel}: a worker drives one rank"
+            )
+        self._config = config
+        self._bind_host = bind_host
+        self._transport_factory = transport_factory or nixl_transport
+        self._address = WorkerAddress(worker_id, Role.DECODE, new_epoch(), "")
+        self._counters: Counter[str] = Counter()
+        self._failed: str | None = None
+        self._topology_version = -1
+        self._living: set[Writer] = set()
+        self._engine = engine_factory(self._on_scheduled, lambda event: None)
+        self._thread = LinkThread(f"links-{worker_id}", self._fail)
+        self._engine_thread = EngineThread(self._engine, self._on_events, self._fail)
+        transfer = config.transfer
+        self._transfer = TransferThread(
+            self._open_transport,
+            self._on_notification,
+            self._fail,
+            write_timeout_s=transfer.completion_timeout_s,
+        )
+        self._node = LinkNode(
+            Peer(Role.DECODE, worker_id, self._address.epoch),
+            cluster_token,
+            self,
+            LinkSettings(heartbeat_s=transfer.heartbeat_s, lease_s=transfer.lease_s),
+        )
+        self._greeter: PrefillGreeter | None = None
+        self._dispatch: DecodeDispatch | None = None
+        self._stopped = threading.Event()
+
+    # ----------------------------------------------------------------------------------- public, any thread
 
     def start(self, topology: Topology | None = None) -> WorkerAddress:
         """Listen, start the engine's thread, wait for prefill workers and routers to connect."""
-        raise NotImplementedError
+        self._thread.start()
+        self._transfer.start()
+        memory = self._transfer.run(self._describe).result()
+        endpoint = self._thread.call(self._start_links, memory)
+        self._address = WorkerAddress(self._address.worker_id, Role.DECODE, self._address.epoch, endpoint)
+        self._engine_thread.start()
+        if topology is not None:
+            self.set_topology(topology)
+        return self._address
 
     def set_topology(self, topology: Topology) -> None:
-        """Take a new list of living workers; a peer that is gone or has a new epoch is dead."""
-        raise NotImplementedError
+        """Take a new list of living workers; a prefill worker that is gone or has a new epoch is dead.
+
+        Only workers on the list are welcomed, and a worker must leave the list only when it is dead: its
+        quarantined pages are used again from then on.
+        """
+        self._thread.call(self._apply_topology, topology)
 
     def status(self) -> WorkerStatus:
         """A snapshot."""
-        raise NotImplementedError
+        return self._thread.call(self._status)
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, finish those held; True when none is left in time."""
-        raise NotImplementedError
+        self._thread.call(self._begin_drain)
+        deadline = time.monotonic() + timeout_s
+        while self._thread.call(lambda: len(self._running_dispatch())) > 0:
+            if time.monotonic() > deadline or self._failed is not None:
+                return False
+            self._stopped.wait(0.02)
+        return True
 
     def stop(self) -> None:
         """End everything this worker started."""
-        raise NotImplementedError
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        self._engine_thread.stop()
+        self._thread.call(self._node.close)
+        self._transfer.stop()
+        self._thread.stop()
+
+    # ------------------------------------------------------------------------- engine and transfer threads
+
+    def _open_transport(self) -> Transport:
+        transport = self._transport_factory(agent_name(self._address.worker_id, self._address.epoch, 0))
+        transport.register([span_of(region) for region in self._engine.kv_cache.memory_regions()])
+        return transport
+
+    def _describe(self, transport: Transport) -> RankMemory:
+        regions = self._engine.kv_cache.memory_regions()
+        return RankMemory(0, transport.agent_name, transport.metadata(), regions)
+
+    def _on_scheduled(self, event: PagesReserved | PrefillStarted) -> None:
+        if isinstance(event, PagesReserved):
+            self._thread.post(lambda: self._running_dispatch().on_reserved(event))
+
+    def _on_events(self, events: list[EngineEvent]) -> None:
+        self._thread.post(lambda: self._running_dispatch().on_engine_events(events))
+
+    def _on_notification(self, sender: str, payload: bytes) -> None:
+        self._thread.post(lambda: self._running_dispatch().on_notification(sender, payload))
+
+    def _fail(self, error: BaseException) -> None:
+        """This worker is of no use any more: say so and hang up, so that its peers recover at once."""
+        self._counters["failures_internal"] += 1
+        if self._failed is None:
+            self._failed = f"{type(error).__name__}: {error}"
+            _log.error("decode worker %s failed: %s", self._address.worker_id, self._failed)
+            self._thread.post(self._node.close)
+
+    # ------------------------------------------------------------------------------------------ link thread
+
+    def _running_dispatch(self) -> DecodeDispatch:
+        if self._dispatch is None:
+            raise RuntimeError("the worker was not started")
+        return self._dispatch
+
+    def _start_links(self, memory: RankMemory) -> str:
+        cache = self._engine.kv_cache
+        model, transfer = self._config.model, self._config.transfer
+        fingerprint = cache.fingerprint(model.name, model.revision or "")
+        rank_pages(group_layouts(fingerprint), 1, memory)  # refuse a layout that no peer could address
+        self._greeter = PrefillGreeter(
+            fingerprint,
+            memory,
+            cache,
+            self._node,
+            self._transfer.expect,
+            self._counters,
+            probe_timeout_s=transfer.completion_timeout_s,
+        )
+        self._dispatch = DecodeDispatch(self._engine, self._node, self._greeter, self._counters)
+        receiver = KvReceiver(
+            self._address.epoch,
+            transfer.completion_timeout_s,
+            self._node.send,
+            self._dispatch,
+            self._transfer.expect,
+            self._counters,
+        )
+        self._dispatch.receive_through(receiver)
+        self._node.start()
+        endpoint = self._node.listen(self._bind_host)
+        self._beat()
+        self._tick()
+        return endpoint
+
+    def _apply_topology(self, topology: Topology) -> None:
+        if topology.version <= self._topology_version or self._greeter is None:
+            return
+        self._topology_version = topology.version
+        living = {Writer(w.worker_id, w.epoch) for w in topology.of_role(Role.PREFILL)}
+        dead, self._living = self._living - living, living
+        self._greeter.on_living(living)
+        for peer in self._node.peers():
+            if Writer(peer.worker_id, peer.epoch) in dead:
+                self._node.disconnect(peer, "not in the topology any more")
+        self._running_dispatch().receiver.on_living_writers(living)
+
+    def on_up(self, peer: Peer) -> None:
+        """See LinkHandler."""
+        self._running_dispatch().on_up(peer)
+        if peer.role is Role.ROUTER:
+            self._report_load()
+
+    def on_message(self, peer: Peer, message: object) -> None:
+        """See LinkHandler."""
+        self._running_dispatch().on_message(peer, message)
+
+    def on_lost(self, peer: Peer, reason: str) -> None:
+        """See LinkHandler."""
+        _log.warning("link to %s ended: %s", peer, reason)
+        self._running_dispatch().on_lost(peer)
+
+    def _begin_drain(self) -> None:
+        self._running_dispatch().draining = True
+        self._report_load()
+
+    def _tick(self) -> None:
+        self._running_dispatch().receiver.tick()
+        if self._greeter is not None:
+            self._greeter.tick()
+        self._thread.later(min(0.25, self._config.transfer.completion_timeout_s / 8), self._tick)
+
+    def _beat(self) -> None:
+        self._report_load()
+        self._thread.later(self._config.transfer.heartbeat_s, self._beat)
+
+    def _report_load(self) -> None:
+        snapshot = self._engine.snapshot()
+        report = LoadReport(
+            self._address.epoch,
+            snapshot.running + snapshot.awaiting_kv,
+            snapshot.waiting,
+            snapshot.free_pages,
+            snapshot.total_pages,
+            snapshot.queued_prefill_tokens,
+            self._running_dispatch().draining,
+        )
+        for peer in self._node.peers():
+            if peer.role is Role.ROUTER:
+                self._node.send(peer, report)
+
+    def _status(self) -> WorkerStatus:
+        snapshot = self._engine.snapshot()
+        greeter, dispatch = self._greeter, self._running_dispatch()
+        ready = tuple(peer.worker_id for peer in greeter.ready()) if greeter is not None else ()
+        held = ("used", "reserved", "pinned_for_transfer", "quarantined")
+        return WorkerStatus(
+            worker_id=self._address.worker_id,
+            role=Role.DECODE,
+            epoch=self._address.epoch,
+            endpoint=self._address.endpoint,
+            ready=bool(ready) and self._failed is None,
+            detail=greeter.detail() if greeter is not None else "not started",
+            draining=dispatch.draining,
+            failed=self._failed,
+            requests=len(dispatch),
+            pages_held=sum(group.get(state, 0) for group in snapshot.pages.values() for state in held),
+            pages_quarantined=sum(group.get("quarantined", 0) for group in snapshot.pages.values()),
+            queued_prefill_tokens=snapshot.queued_prefill_tokens,
+            kv_peers=ready,
+            counters=dict(self._counters + self._node.counters),
+        )
+
+
+def nixl_transport(name: str) -> Transport:
+    """The NIXL transport; imported when first asked for, because the import loads UCX."""
+    from antiphon.kv_transfer.nixl_transport import NixlTransport
+
+    return NixlTransport(name)

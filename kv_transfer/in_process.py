@@ -202,7 +202,7 @@ class InProcessNetwork:
             byte[self._random.randrange(length)] ^= 1 << self._random.randrange(8)
         write.state = WriteState.DONE
         copies = 2 if Fault.REPEAT_NOTIFICATION in write.faults else 1
-        if Fault.LOSE_NOTIFICATION not in write.faults:
+        if write.notification and Fault.LOSE_NOTIFICATION not in write.faults:
             receiver.inbox.extend([(write.sender, write.notification)] * copies)
 
 

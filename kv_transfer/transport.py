@@ -103,7 +103,7 @@ class Transport(Protocol):
         """Forget a peer; its unfinished writes fail."""
 
     def post_write(self, peer: str, copies: Sequence[Copies], notification: bytes) -> WriteId:
-        """Start writing; once every byte has landed the peer receives ``notification``.
+        """Start writing; once every byte has landed the peer receives ``notification``, unless it is empty.
 
         The source must not change before the write has ended.
         """

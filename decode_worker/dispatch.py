@@ -1,0 +1,315 @@
+"""What a decode worker does with each message and each engine event: the owner of its requests.
+
+Everything runs on the link thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from antiphon.decode_worker.greeter import PrefillGreeter
+from antiphon.decode_worker.outbox import Outbox, OutboxFull
+from antiphon.decode_worker.receiver import Key, KvReceiver
+from antiphon.decode_worker.requests import DecodeRequest
+from antiphon.engine.events import (
+    EngineEvent,
+    PagesReserved,
+    SequenceFinished,
+    TokensSampled,
+)
+from antiphon.engine.loop import EngineLoop
+from antiphon.engine.rejection import RequestRejected
+from antiphon.protocol.codec import decode
+from antiphon.protocol.errors import WireError
+from antiphon.protocol.identity import Role
+from antiphon.protocol.link import LinkNode, Peer
+from antiphon.protocol.messages import (
+    AbortRequest,
+    AnnounceWrites,
+    Finish,
+    GenerateRequest,
+    KvHello,
+    KvProbe,
+    KvTicket,
+    RequestRefused,
+    Reserved,
+    TokenOutput,
+    TokensAck,
+    WriteDone,
+    WritesDrained,
+    WritesFailed,
+)
+
+_log = logging.getLogger(__name__)
+_MAX_UNACKNOWLEDGED_BATCHES = 4096
+
+
+class DecodeDispatch:
+    """All requests of one decode worker."""
+
+    def __init__(
+        self,
+        engine: EngineLoop,
+        node: LinkNode,
+        greeter: PrefillGreeter,
+        counters: Counter[str],
+    ) -> None:
+        self.draining = False
+        self._engine = engine
+        self._node = node
+        self._greeter = greeter
+        self._counters = counters
+        self._receiver: KvReceiver | None = None
+        self._requests: dict[str, DecodeRequest] = {}
+        self._outboxes: dict[Peer, Outbox] = {}
+        self._quarantined: set[Key] = set()
+        """Attempts that the engine ended while a writer could still write their pages."""
+
+    def __len__(self) -> int:
+        return len(self._requests) + len(self._quarantined)
+
+    @property
+    def receiver(self) -> KvReceiver:
+        """What is on its way in."""
+        if self._receiver is None:
+            raise RuntimeError("the receiver was not set")
+        return self._receiver
+
+    def receive_through(self, receiver: KvReceiver) -> None:
+        """Set the receiver, whose outcomes come back here."""
+        self._receiver = receiver
+
+    # ---------------------------------------------------------------------------------------------- messages
+
+    def on_message(self, peer: Peer, message: object) -> None:
+        """One message of a peer; a stale or misdirected one is dropped and counted."""
+        match message:
+            case GenerateRequest():
+                self._on_generate(peer, message)
+            case AbortRequest():
+                self._on_abort(peer, message)
+            case TokensAck():
+                self._on_ack(peer, message)
+            case KvHello():
+                self._greeter.on_hello(peer, message)
+            case KvProbe():
+                self._greeter.on_probe(peer, message)
+            case AnnounceWrites():
+                self.receiver.on_announce(peer, message)
+            case WritesDrained():
+                self.receiver.on_drained(peer, message)
+            case WritesFailed():
+                self._counters[f"failures_{message.stage}"] += 1
+                self.receiver.on_failed(peer, message)
+            case _:
+                self._counters["messages_misdirected"] += 1
+                _log.warning("%s sent a %s to a decode worker", peer, type(message).__name__)
+
+    def on_notification(self, sender: str, payload: bytes) -> None:
+        """A notification that came over the transport."""
+        writer = self._greeter.writer_of(sender)
+        try:
+            message = decode(payload)
+        except WireError as error:
+            self._counters["notifications_undecodable"] += 1
+            _log.warning("notification from %s: %s", sender, error)
+            return
+        if writer is None or not isinstance(message, WriteDone):
+            self._counters["notifications_unknown"] += 1
+            return
+        self.receiver.on_write_done(writer, message)
+
+    def _on_generate(self, router: Peer, message: GenerateRequest) -> None:
+        request_id, attempt = message.request_id, message.attempt
+        if self.draining:
+            self._node.send(router, RequestRefused(request_id, attempt, "this worker is draining", True))
+            return
+        old = self._requests.get(request_id)
+        if old is None:
+            self._submit(DecodeRequest.of(message, router))
+        elif old.router != router or attempt > old.message.attempt:
+            old.successor, old.silent = message, True  # its own end concerns nobody any more
+            old.router = router
+            self._abort(old)
+        else:
+            self._counters["requests_repeated"] += 1
+
+    def _submit(self, request: DecodeRequest) -> None:
+        message = request.message
+        try:
+            self._engine.submit(request.for_engine())
+        except RequestRejected as error:
+            refused = RequestRefused(message.request_id, request.attempt, error.reason, error.retryable)
+            self._node.send(request.router, refused)
+            return
+        self._requests[message.request_id] = request
+
+    def _on_abort(self, router: Peer, message: AbortRequest) -> None:
+        request = self._requests.get(message.request_id)
+        if request is None or request.router != router:
+            return  # ended already, and the router was told
+        if request.successor is not None:
+            if request.successor.attempt <= message.attempt:
+                request.successor = None
+        elif request.message.attempt <= message.attempt:
+            self._abort(request)
+
+    def _abort(self, request: DecodeRequest) -> None:
+        request.ending, request.moving = True, False
+        key = request.message.request_id, request.attempt
+        writing = self.receiver.abandon(key)
+        self._engine.abort(request.message.request_id, request.submitted_attempt, writer_granted=writing)
+
+    def _on_ack(self, router: Peer, message: TokensAck) -> None:
+        outbox = self._outboxes.get(router)
+        try:
+            if outbox is not None:
+                outbox.acknowledge(message.sequence_number)
+        except WireError as error:
+            self._node.disconnect(router, str(error))
+
+    # ----------------------------------------------------------------------------------------- engine events
+
+    def on_reserved(self, event: PagesReserved) -> None:
+        """The engine holds pages: the router may choose a prefill worker now."""
+        request = self._requests.get(event.request_id)
+        if request is None or request.ending:
+            return  # the engine frees these pages: nobody may be allowed to write them
+        request.attempt = event.attempt
+        ticket = None
+        if event.kv_tokens > event.cached_tokens:
+            ticket = KvTicket(
+                self._node.me.worker_id,
+                self._node.me.epoch,
+                event.request_id,
+                event.attempt,
+                event.kv_tokens,
+                event.cached_tokens,
+                list(event.full_pages),
+                list(event.sliding_pages),
+                event.sliding_first_page,
+            )
+            self.receiver.reserve((event.request_id, event.attempt))
+        if not request.silent:
+            reserved = Reserved(event.request_id, event.attempt, event.cached_tokens, ticket, event.reserve_s)
+            self._node.send(request.router, reserved)
+
+    def on_engine_events(self, events: list[EngineEvent]) -> None:
+        """What a step returned: its tokens go out as one batch per router."""
+        outputs: dict[Peer, dict[str, TokenOutput]] = {}
+        for event in events:
+            if isinstance(event, TokensSampled):
+                self._on_tokens(event, outputs)
+            elif isinstance(event, SequenceFinished):
+                self._on_finished(event, outputs)
+        for router, by_request in outputs.items():
+            self._send_tokens(router, list(by_request.values()))
+
+    def _on_tokens(self, event: TokensSampled, outputs: dict[Peer, dict[str, TokenOutput]]) -> None:
+        request = self._requests.get(event.request_id)
+        if request is None or request.silent:
+            return
+        request.emitted += event.token_ids
+        outputs.setdefault(request.router, {})[event.request_id] = TokenOutput(
+            event.request_id,
+            event.attempt,
+            event.position,
+            list(event.token_ids),
+            list(event.logprobs) if event.logprobs is not None else None,
+        )
+
+    def _on_finished(self, event: SequenceFinished, outputs: dict[Peer, dict[str, TokenOutput]]) -> None:
+        key = event.request_id, event.attempt
+        writing = self.receiver.abandon(key)
+        if event.quarantined and writing:
+            self._quarantined.add(key)
+        elif event.quarantined:
+            self._engine.release_quarantined(*key)
+        request = self._requests.pop(event.request_id, None)
+        if request is None:
+            return
+        if request.successor is not None:
+            self._submit(DecodeRequest.of(request.successor, request.router))
+        elif request.moving:
+            request.ending = request.moving = False
+            request.submitted_attempt = request.attempt = event.attempt + 1
+            self._submit(request)
+        elif not request.silent:
+            finish = Finish(
+                event.reason,
+                event.stop_token_id,
+                event.error,
+                request.transfer_s,
+                event.first_step_s,
+                event.decode_s,
+                event.preemptions,
+            )
+            router_outputs = outputs.setdefault(request.router, {})
+            last = router_outputs.get(event.request_id) or TokenOutput(
+                event.request_id, event.attempt, len(request.emitted), []
+            )
+            router_outputs[event.request_id] = TokenOutput(
+                last.request_id, last.attempt, last.position, last.token_ids, last.logprobs, finish
+            )
+
+    def _send_tokens(self, router: Peer, outputs: list[TokenOutput]) -> None:
+        outbox = self._outboxes.get(router)
+        if outbox is None:
+            return  # its lease ended while the step ran; its requests are being aborted
+        try:
+            self._node.send(router, outbox.batch(outputs))
+        except OutboxFull as error:
+            self._counters["outboxes_full"] += 1
+            self._node.disconnect(router, str(error))
+
+    # ------------------------------------------------------------------------------------------ KV outcomes
+
+    def kv_complete(self, key: Key, transfer_s: float) -> None:
+        """See ReceiveOutcomes."""
+        self._counters["receives_complete"] += 1
+        request = self._requests.get(key[0])
+        if request is not None:
+            request.transfer_s += transfer_s
+        self._engine.kv_ready(*key)
+
+    def kv_lost(self, key: Key) -> None:
+        """See ReceiveOutcomes. The engine reserves again, and the router hears of it as attempt + 1."""
+        self._counters["receives_lost"] += 1
+        self._engine.kv_lost(*key)
+
+    def kv_stuck(self, key: Key) -> None:
+        """See ReceiveOutcomes. The request goes on with other pages; these stay in quarantine."""
+        request = self._requests.get(key[0])
+        if request is None or request.attempt != key[1]:
+            return
+        request.ending = request.moving = True
+        self._engine.abort(key[0], request.submitted_attempt, writer_granted=True)
+
+    def pages_released(self, key: Key) -> None:
+        """See ReceiveOutcomes. Before the engine's own end has come, that end will find no writer."""
+        if key in self._quarantined:
+            self._quarantined.remove(key)
+            self._engine.release_quarantined(*key)
+
+    # -------------------------------------------------------------------------------------------------- links
+
+    def on_up(self, peer: Peer) -> None:
+        """A link stands."""
+        if peer.role is Role.ROUTER:
+            self._outboxes[peer] = Outbox(self._node.me.epoch, _MAX_UNACKNOWLEDGED_BATCHES)
+        else:
+            self.receiver.on_writer_up(peer)
+
+    def on_lost(self, peer: Peer) -> None:
+        """A link's session ended."""
+        if peer.role is Role.ROUTER:
+            self._outboxes.pop(peer, None)
+            for request in list(self._requests.values()):
+                if request.router == peer:
+                    self._counters["requests_of_lost_routers"] += 1
+                    request.silent, request.successor = True, None
+                    self._abort(request)
+        else:
+            self._greeter.on_lost(peer)
+            self.receiver.on_writer_lost(peer)

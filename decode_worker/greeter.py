@@ -1,0 +1,158 @@
+"""The prefill workers that may write here: who they are, whether they fit, and their probe.
+
+Only workers that the supervisor's topology names are welcomed, so that "gone from the topology" always means
+that somebody who was vouched for has died. The probe pages are one per group, so probes go one at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.kv_transfer.handshake import check_peer
+from antiphon.kv_transfer.leases import Writer
+from antiphon.protocol.errors import HandshakeError
+from antiphon.protocol.identity import KvFingerprint
+from antiphon.protocol.link import LinkNode, Peer
+from antiphon.protocol.messages import KvHello, KvProbe, KvProbeResult, KvRefused, KvWelcome, RankMemory
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Probe:
+    peer: Peer
+    since: float
+
+
+class PrefillGreeter:
+    """All prefill workers that a link stands with. Lives on the link thread."""
+
+    def __init__(
+        self,
+        fingerprint: KvFingerprint,
+        memory: RankMemory,
+        cache: PagedKvCache,
+        node: LinkNode,
+        expect: Callable[[int], None],
+        counters: Counter[str],
+        *,
+        probe_timeout_s: float,
+    ) -> None:
+        self._fingerprint = fingerprint
+        self._memory = memory
+        self._cache = cache
+        self._node = node
+        self._expect = expect
+        self._counters = counters
+        self._probe_timeout_s = probe_timeout_s
+        self._living: set[Writer] = set()
+        self._not_vouched: dict[Peer, KvHello] = {}
+        self._queue: deque[Peer] = deque()
+        self._probe: _Probe | None = None
+        self._agents: dict[str, Writer] = {}
+        self._ready: set[Peer] = set()
+        self._refused: dict[Peer, str] = {}
+
+    def ready(self) -> tuple[Peer, ...]:
+        """Workers whose probe arrived intact."""
+        return tuple(sorted(self._ready))
+
+    def detail(self) -> str:
+        """What stands in the way, for people."""
+        waiting = [f"{peer.worker_id}: not in the topology yet" for peer in self._not_vouched]
+        probing = [f"{peer.worker_id}: waits for its probe" for peer in self._queue]
+        refused = [f"{peer.worker_id}: refused: {reason}" for peer, reason in self._refused.items()]
+        return "; ".join([*waiting, *probing, *refused])
+
+    def writer_of(self, sender: str) -> Writer | None:
+        """Whose transfer agent this is."""
+        return self._agents.get(sender)
+
+    def on_living(self, living: set[Writer]) -> None:
+        """Welcome who waited for being vouched for; forget the agents of those who are over."""
+        self._living = living
+        self._agents = {name: writer for name, writer in self._agents.items() if writer in living}
+        for peer in [p for p in self._not_vouched if Writer(p.worker_id, p.epoch) in living]:
+            self.on_hello(peer, self._not_vouched.pop(peer))
+
+    def on_hello(self, peer: Peer, message: KvHello) -> None:
+        """A prefill worker introduces itself, perhaps not for the first time."""
+        if (message.worker_id, message.epoch) != (peer.worker_id, peer.epoch):
+            self._counters["stale_messages"] += 1
+            return
+        if Writer(peer.worker_id, peer.epoch) not in self._living:
+            self._not_vouched[peer] = message
+            return
+        try:
+            kv = check_peer(self._fingerprint, message)
+        except HandshakeError as error:
+            self._counters["handshakes_failed"] += 1
+            self._refused[peer] = str(error)
+            _log.warning("refused %s: %s", peer, error)
+            self._node.send(peer, KvRefused(str(error).split("; ")))
+            return
+        for name in kv.agent_names:
+            self._agents[name] = Writer(peer.worker_id, peer.epoch)
+        if self._probe is not None and self._probe.peer == peer:
+            self._end_probe()  # it starts over
+        if peer not in self._queue:
+            self._queue.append(peer)
+        self._next_probe()
+
+    def on_probe(self, peer: Peer, message: KvProbe) -> None:
+        """The probe pages were written: compare."""
+        if self._probe is None or self._probe.peer != peer or message.decode_epoch != self._node.me.epoch:
+            self._counters["stale_messages"] += 1
+            return
+        found = {
+            group: zlib.crc32(self._cache.read_page(group, self._cache.probe_page(group)))
+            for group in message.checksums
+        }
+        ok = found == message.checksums
+        detail = "" if ok else f"probe pages arrived as {found}, sent as {message.checksums}"
+        self._counters["handshakes_ok" if ok else "handshakes_failed"] += 1
+        if ok:
+            self._ready.add(peer)
+            self._refused.pop(peer, None)
+        self._node.send(peer, KvProbeResult(self._node.me.epoch, ok, detail))
+        self._end_probe()
+        self._next_probe()
+
+    def on_lost(self, peer: Peer) -> None:
+        """The link's session ended. Its agent names stay known: late notifications have an owner."""
+        self._ready.discard(peer)
+        self._not_vouched.pop(peer, None)
+        self._refused.pop(peer, None)
+        if peer in self._queue:
+            self._queue.remove(peer)
+        if self._probe is not None and self._probe.peer == peer:
+            self._end_probe()
+        self._next_probe()
+
+    def tick(self) -> None:
+        """Do not let one silent prober keep the others out."""
+        if self._probe is not None and time.monotonic() - self._probe.since > self._probe_timeout_s:
+            self._refused[self._probe.peer] = "its probe did not come"
+            self._end_probe()
+            self._next_probe()
+
+    def _next_probe(self) -> None:
+        if self._probe is not None or not self._queue:
+            return
+        peer = self._queue.popleft()
+        self._probe = _Probe(peer, time.monotonic())
+        self._expect(+1)
+        pages = {group: self._cache.probe_page(group) for group in ("full", "sliding")}
+        me = self._node.me
+        welcome = KvWelcome(me.worker_id, me.epoch, self._fingerprint, 1, (self._memory,), pages)
+        self._node.send(peer, welcome)
+
+    def _end_probe(self) -> None:
+        self._probe = None
+        self._expect(-1)
