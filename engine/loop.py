@@ -153,6 +153,14 @@ class EngineLoop:
         events, self._events = self._events, []
         return events
 
+    def check_pages(self) -> None:
+        """Balance the pages against the sequences, between two steps; ``step`` does so whenever it rests.
+
+        Raises:
+            AccountingError: they differ.
+        """
+        self._ledger.check()
+
     # ------------------------------------------------------------------------------------------- any thread
 
     def submit(self, request: EngineRequest) -> None:

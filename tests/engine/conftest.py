@@ -65,6 +65,8 @@ class FakeModel:
         self.config = config or fake_config()
         self.tokens_computed = 0
         self.batches: list[int] = []
+        self.interrupt: Callable[[], None] | None = None
+        """Called once in the middle of the next forward pass, as another thread might act then."""
 
     def forward(
         self, batch: ForwardBatch, kv: KvLayers, after_layer: Callable[[int], None] | None = None
@@ -83,6 +85,9 @@ class FakeModel:
             self._read(hashes, group, pages, layer, WINDOW if sliding else None)
             if after_layer is not None:
                 after_layer(layer)
+            if self.interrupt is not None:
+                interrupt, self.interrupt = self.interrupt, None
+                interrupt()
         return (hashes % _MODULUS).to(torch.float32)[:, None]
 
     @staticmethod
@@ -183,6 +188,7 @@ class Transcript:
     """What an engine said about each request."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)
     finished: dict[str, SequenceFinished] = field(default_factory=dict)
     events: list[EngineEvent] = field(default_factory=list)
 
@@ -194,10 +200,9 @@ class Transcript:
                 stream = self.tokens.setdefault(event.request_id, [])
                 if event.request_id in self.finished:
                     raise AssertionError(f"{event.request_id} spoke after its end")
-                if event.position != len(stream):
-                    raise AssertionError(
-                        f"{event.request_id}: position {event.position}, {len(stream)} heard"
-                    )
+                start = self.starts.setdefault(event.request_id, event.position)
+                if event.position != start + len(stream):
+                    raise AssertionError(f"{event.request_id}: position {event.position} is not the next one")
                 stream += event.token_ids
             elif isinstance(event, SequenceFinished):
                 if event.request_id in self.finished:
