@@ -19,6 +19,7 @@ from antiphon.router.served_model import ServedModel
 
 if TYPE_CHECKING:
     from antiphon.decode_worker.worker import DecodeWorker
+    from antiphon.kv_transfer.transport import TransportFactory
     from antiphon.prefill_worker.worker import PrefillWorker
     from antiphon.router.server import RouterServer
 
@@ -31,6 +32,8 @@ class WorkerActor:
     """Hosts one worker of the role that a subclass names."""
 
     ROLE: ClassVar[Role]
+    transport_factory: TransportFactory | None = None
+    """Makes the KV transport; absent means NIXL. Tests put one in place that loses what it is given."""
 
     def __init__(self, worker_id: str, config_json: str, cluster_token: str) -> None:
         self._worker_id = worker_id
@@ -78,6 +81,7 @@ class WorkerActor:
             self._config,
             bind_host=_bind_host(self._config),
             cluster_token=self._cluster_token,
+            transport_factory=self.transport_factory,
         )
         return self._worker.start(topology)
 

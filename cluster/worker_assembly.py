@@ -12,6 +12,7 @@ from antiphon.decode_worker.worker import DecodeWorker
 from antiphon.engine.events import KvWritten, PagesReserved, PrefillStarted
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.settings import EngineSettings
+from antiphon.kv_transfer.transport import TransportFactory
 from antiphon.model.checkpoint.load import load_model
 from antiphon.prefill_worker.worker import PrefillWorker
 from antiphon.protocol.identity import Role
@@ -20,7 +21,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def assemble_worker(
-    role: Role, worker_id: str, config: DeploymentConfig, *, bind_host: str, cluster_token: str
+    role: Role,
+    worker_id: str,
+    config: DeploymentConfig,
+    *,
+    bind_host: str,
+    cluster_token: str,
+    transport_factory: TransportFactory | None = None,
 ) -> PrefillWorker | DecodeWorker:
     """A worker of ``role``, not started yet; its model is loaded when this returns.
 
@@ -55,4 +62,11 @@ def assemble_worker(
         )
 
     worker = PrefillWorker if role is Role.PREFILL else DecodeWorker
-    return worker(worker_id, config, make_engine, bind_host=bind_host, cluster_token=cluster_token)
+    return worker(
+        worker_id,
+        config,
+        make_engine,
+        bind_host=bind_host,
+        cluster_token=cluster_token,
+        transport_factory=transport_factory,
+    )
