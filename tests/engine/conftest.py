@@ -29,7 +29,7 @@ from antiphon.engine.sampler import SamplingRow, sample
 from antiphon.engine.settings import EngineSettings
 from antiphon.kernels.reference import PagedSequences, write_kv
 from antiphon.model.config import GptOssConfig
-from antiphon.model.forward import ForwardBatch, KvLayers
+from antiphon.model.forward import ForwardBatch, KvLayers, LanguageModel
 from antiphon.protocol.messages import SamplingParams
 
 VOCABULARY = 61
@@ -242,10 +242,15 @@ def copy_page(source: EngineLoop, target: EngineLoop, group: str, page: int, to:
 class SplitPair:
     """A prefill engine and a decode engine, joined by copying pages as a transport would."""
 
-    def __init__(self, prefill: EngineSettings, decode: EngineSettings) -> None:
-        self.model = FakeModel()
-        self.prefill = EngineLoop(self.model, prefill, on_kv_written=self.ship)
-        self.decode = EngineLoop(FakeModel(), decode)
+    def __init__(
+        self,
+        prefill: EngineSettings,
+        decode: EngineSettings,
+        prefill_model: LanguageModel | None = None,
+        decode_model: LanguageModel | None = None,
+    ) -> None:
+        self.prefill = EngineLoop(prefill_model or FakeModel(), prefill, on_kv_written=self.ship)
+        self.decode = EngineLoop(decode_model or FakeModel(), decode)
         self.requests: dict[str, EngineRequest] = {}
         self.emitted: dict[str, list[int]] = {}
         self.wanted: dict[tuple[str, int], PagesReserved] = {}
