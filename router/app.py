@@ -8,8 +8,16 @@ from importlib.metadata import version
 import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from antiphon.router.http_boundary import HttpBoundary, handle_api_error, handle_http_exception, read_body
+from antiphon.router.http_boundary import (
+    HttpBoundary,
+    handle_api_error,
+    handle_crash,
+    handle_disconnect,
+    handle_http_exception,
+    read_body,
+)
 from antiphon.router.openai.chat import chat_completion
 from antiphon.router.openai.chat_schema import ChatCompletionRequest
 from antiphon.router.openai.context import ApiContext
@@ -33,6 +41,8 @@ def create_app(context: ApiContext, is_draining: Callable[[], bool]) -> FastAPI:
     )
     app.add_exception_handler(ApiError, handle_api_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
+    app.add_exception_handler(ClientDisconnect, handle_disconnect)
+    app.add_exception_handler(Exception, handle_crash)
     _add_generation(app, context)
     _add_models(app, context)
     _add_operations(app, context, is_draining)

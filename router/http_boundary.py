@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 import uuid
 
 import structlog
@@ -15,6 +16,7 @@ from antiphon.router.metrics import RouterMetrics
 from antiphon.router.openai.errors import (
     ApiError,
     body_too_large,
+    client_left,
     invalid,
     method_not_allowed,
     not_found,
@@ -25,6 +27,7 @@ from antiphon.router.transport_abort import abort_connection
 log = structlog.get_logger("antiphon.router.http")
 
 _ERROR_TYPE = "antiphon.error_type"
+_CRASHED = server_error("Internal error.")
 
 
 class HttpBoundary:
@@ -56,13 +59,13 @@ class HttpBoundary:
         with structlog.contextvars.bound_contextvars(http_request_id=request_id):
             try:
                 await self._app(scope, receive, send_with_id)
-            except Exception:
-                log.exception("request_crashed", path=_endpoint(scope))
+            except Exception as error:
+                _log_crash(scope, error)
                 if status is None:
-                    await error_response(scope, server_error("Internal error."))(scope, receive, send_with_id)
-                else:
+                    await error_response(scope, _CRASHED)(scope, receive, send_with_id)
+                elif scope.get(_ERROR_TYPE) != _CRASHED.metric_type:
                     # Too late for a body: dropping the connection is the only way to say it.
-                    abort_connection(scope)
+                    await abort_connection(scope)
             self._account(scope, 499 if status is None else status, time.perf_counter() - started)
 
     def _account(self, scope: Scope, status: int, seconds: float) -> None:
@@ -72,6 +75,12 @@ class HttpBoundary:
             self._metrics.request_errors.labels(error_type).inc()
         level = log.debug if endpoint in ("/health", "/ready", "/metrics") else log.info
         level("request", endpoint=endpoint, status=status, seconds=round(seconds, 6), error=error_type)
+
+
+def _log_crash(scope: Scope, error: Exception) -> None:
+    """Where it crashed and with which class. Messages and local variables may hold a client's text."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    log.error("request_crashed", endpoint=_endpoint(scope), error=type(error).__name__, frames=frames)
 
 
 def _endpoint(scope: Scope) -> str:
@@ -90,6 +99,16 @@ async def handle_api_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         raise error
     return error_response(request.scope, error)
+
+
+async def handle_disconnect(request: Request, error: Exception) -> Response:
+    """Exception handler for a client that left while it sent its body; nobody reads the answer."""
+    return error_response(request.scope, client_left())
+
+
+async def handle_crash(request: Request, error: Exception) -> Response:
+    """Exception handler for everything unforeseen; the boundary logs it."""
+    return error_response(request.scope, _CRASHED)
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from typing import Any
 
 from starlette.types import Scope
@@ -24,8 +26,17 @@ class AbortableProtocol(HttpToolsProtocol):
         super().connection_made(transport)
 
 
-def abort_connection(scope: Scope) -> None:
-    """Drop the client of this request; under another server the connection is closed as that server does."""
+async def abort_connection(scope: Scope) -> None:
+    """Drop the client of this request; under another server the connection is closed as that server does.
+
+    Without lingering, so that the kernel forgets what the client has not read as well.
+    """
     transport = scope.get("state", {}).get(_STATE_KEY)
-    if transport is not None:
-        transport.abort()
+    if transport is None or transport.is_closing():
+        return
+    connection = transport.get_extra_info("socket")
+    if connection is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
+    # The server learns of it on the loop's next turn, and then does not miss the rest of the response.
+    await asyncio.sleep(0)

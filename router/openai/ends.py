@@ -6,7 +6,7 @@ from antiphon.router.dispatch.generation import GenerationEnded
 from antiphon.router.lifecycle import EndKind
 from antiphon.router.openai.errors import (
     ApiError,
-    ErrorType,
+    client_left,
     deadline_exceeded,
     invalid,
     rate_limited,
@@ -14,7 +14,6 @@ from antiphon.router.openai.errors import (
     unavailable,
 )
 
-SUCCESSES = frozenset({EndKind.STOP, EndKind.LENGTH})
 SHUTDOWN_RETRY_AFTER_S = 5.0
 
 
@@ -37,7 +36,4 @@ def error_of(end: GenerationEnded) -> ApiError | None:
         case EndKind.FAILED:
             return server_error(f"The request could not be completed: {detail}.")
         case EndKind.CLIENT_GONE | EndKind.SLOW_CLIENT:
-            # Nobody is there to read it; 499 is what the log and the metric say.
-            return ApiError(
-                499, "The client left.", type=ErrorType.INVALID_REQUEST, code="client_closed_request"
-            )
+            return client_left()

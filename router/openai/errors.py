@@ -88,12 +88,11 @@ def method_not_allowed(method: str, allow: str) -> ApiError:
 
 
 def body_too_large(limit_bytes: int) -> ApiError:
-    """413; the connection is closed, since the rest of the body is not read."""
+    """413; what still comes of the body is read and thrown away, so that the client sees the answer."""
     return ApiError(
         413,
         f"The request body is larger than {limit_bytes} bytes.",
         code="request_too_large",
-        headers={"connection": "close"},
     )
 
 
@@ -113,6 +112,11 @@ def rate_limited(message: str, retry_after_s: float) -> ApiError:
     return ApiError(
         429, message, type=ErrorType.RATE_LIMIT, code="rate_limit_exceeded", retry_after_s=retry_after_s
     )
+
+
+def client_left() -> ApiError:
+    """499, which is for the log and the metric: nobody is there to read it."""
+    return ApiError(499, "The client left.", code="client_closed_request")
 
 
 def server_error(message: str) -> ApiError:

@@ -125,7 +125,7 @@ class GenerationResponse(Response):
             await _cancel(gone)
             self._abandon(end)
             if cut.done():
-                abort_connection(scope)
+                await abort_connection(scope)
 
     async def _answer(self, send: Send) -> None:
         try:

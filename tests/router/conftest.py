@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -49,16 +50,30 @@ Deploy = Callable[..., Awaitable[Deployment]]
 
 
 @pytest.fixture
+def until() -> Callable[..., Awaitable[None]]:
+    """``await until(lambda: ...)``: wait for something that only another task can bring about."""
+
+    async def wait(condition: Callable[[], object], seconds: float = 5.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():  # noqa: ASYNC110  (what is waited for has no event)
+                await asyncio.sleep(0.005)
+
+    return wait
+
+
+@pytest.fixture
 async def deploy() -> AsyncIterator[Deploy]:
     """Start a router: ``await deploy(workers, max_attempts=2)``; keywords are keys of its section."""
     async with AsyncExitStack() as stack:
 
-        async def start(workers: ScriptedGateway | None = None, **router: object) -> Deployment:
+        async def start(
+            workers: ScriptedGateway | None = None, model: ServedModel = MODEL, **router: object
+        ) -> Deployment:
             workers = workers or ScriptedGateway(lambda _: byte_answer((CONTENT, "hello")))
             config = DeploymentConfig.model_validate(
                 {"model": {"path": "tiny"}, "router": {"port": 0, "drain_timeout_s": 1.0, **router}}
             )
-            server = RouterServer(config, MODEL, ByteFormatter(), workers)
+            server = RouterServer(config, model, ByteFormatter(), workers)
             await server.start()
             stack.push_async_callback(server.stop, drain=False)
             http = await stack.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=20))

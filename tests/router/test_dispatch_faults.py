@@ -1,0 +1,317 @@
+"""Workers that refuse, fail, stall and die: the client gets its text without a seam, or one error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from antiphon.protocol.messages import (
+    AbortRequest,
+    GenerateRequest,
+    PrefillFailed,
+    PrefillRequest,
+    RequestRefused,
+)
+from antiphon.router.byte_format import CONTENT, byte_answer
+from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+
+TEXT = "The quick brown fox jumps over the lazy dog."
+
+
+def workers_saying(text: str = TEXT, **counts: int) -> ScriptedGateway:
+    return ScriptedGateway(lambda _: byte_answer((CONTENT, text)), **counts)
+
+
+def content_of(response) -> str:
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+def sent(workers: ScriptedGateway, worker_id: str, kind: type):
+    return [message for message in workers.workers[worker_id].sent if isinstance(message, kind)]
+
+
+def refusal(retryable: bool = True) -> RequestRefused:
+    return RequestRefused("", 0, "queue full" if retryable else "larger than the cache", retryable)
+
+
+async def test_order_of_the_legs(deploy):
+    deployment = await deploy(workers_saying())
+    assert content_of(await deployment.chat()) == TEXT
+    (generate,) = sent(deployment.workers, "d0", GenerateRequest)
+    (prefill,) = sent(deployment.workers, "p0", PrefillRequest)
+    assert prefill.token_ids == generate.prompt_token_ids
+    assert prefill.ticket.kv_tokens == len(generate.prompt_token_ids) - 1
+    assert deployment.workers.workers["d0"].acknowledged == len(TEXT) + 2
+    assert not sent(deployment.workers, "d0", AbortRequest)
+
+
+async def test_prefill_is_chosen_only_after_the_reservation(deploy, until):
+    deployment = await deploy(workers_saying())
+    deployment.workers.workers["d0"].hold = True
+    answer = asyncio.create_task(deployment.chat())
+    await until(lambda: deployment.workers.workers["d0"].held)
+    assert not deployment.workers.workers["p0"].sent
+    deployment.workers.go_on("d0")
+    assert content_of(await answer) == TEXT
+
+
+async def test_prefill_failure_starts_the_next_attempt(deploy):
+    deployment = await deploy(workers_saying())
+    deployment.workers.workers["p0"].fail = ["transfer", "compute"]
+    assert content_of(await deployment.chat()) == TEXT
+    attempts = [message.attempt for message in sent(deployment.workers, "d0", GenerateRequest)]
+    assert attempts == [0, 1, 2]
+    aborted = [message.attempt for message in sent(deployment.workers, "d0", AbortRequest)]
+    assert aborted == [0, 1]
+    assert await deployment.metric("retries_total", leg="prefill", reason="transfer") == 1
+    priorities = [message.priority for message in sent(deployment.workers, "d0", GenerateRequest)]
+    assert priorities[1] < priorities[0]
+
+
+async def test_attempts_are_bounded(deploy):
+    deployment = await deploy(workers_saying(), max_attempts=2)
+    deployment.workers.workers["p0"].fail = ["transfer"] * 5
+    response = await deployment.chat()
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "server_error"
+    assert len(sent(deployment.workers, "d0", GenerateRequest)) == 2
+    assert not deployment.workers.workers["d0"].requests
+    deployment.workers.workers["p0"].fail.clear()
+    assert content_of(await deployment.chat()) == TEXT
+
+
+async def test_decode_error_is_recomputed_from_what_was_emitted(deploy, until):
+    workers = workers_saying(decode=2)
+    workers.step_s = 0.002
+    deployment = await deploy(workers)
+    answer = asyncio.create_task(deployment.chat(seed=5))
+    await until(lambda: any(w.batches > 10 for w in workers.workers.values()))
+    victim = next(w for w in workers.workers.values() if w.batches)
+    victim.fail = ["cuda error"]
+    assert content_of(await answer) == TEXT
+    requests = sent(workers, "d0", GenerateRequest) + sent(workers, "d1", GenerateRequest)
+    first, second = sorted(requests, key=lambda message: message.attempt)
+    assert first.output_token_ids == []
+    assert second.output_token_ids == byte_answer((CONTENT, TEXT))[: len(second.output_token_ids)]
+    assert len(second.output_token_ids) > 5
+    assert second.sampling == first.sampling
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_dead_decode_worker_is_replaced_without_a_seam(deploy, stream, until):
+    workers = workers_saying(decode=2)
+    workers.step_s = 0.002
+    deployment = await deploy(workers)
+    answer = asyncio.create_task(deployment.chat(stream=stream))
+    await until(lambda: any(w.batches > 10 for w in workers.workers.values()))
+    workers.kill(next(i for i, w in workers.workers.items() if w.batches))
+    response = await answer
+    if stream:
+        events = [line[6:] for line in response.text.split("\n\n") if line.startswith("data: {")]
+        deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+        assert "".join(delta.get("content", "") for delta in deltas) == TEXT
+    else:
+        assert content_of(response) == TEXT
+        assert response.json()["usage"]["completion_tokens"] == len(TEXT) + 2
+    assert await deployment.metric("retries_total", leg="decode", reason="worker_lost") == 1
+
+
+async def test_only_decode_worker_dies_and_comes_back(deploy, until):
+    workers = workers_saying()
+    workers.step_s = 0.002
+    deployment = await deploy(workers)
+    answer = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["d0"].batches > 10)
+    workers.kill("d0")
+    # A new request does not wait for a worker; the one that has begun does.
+    assert (await deployment.chat()).status_code == 503
+    assert not answer.done()
+    workers.revive("d0")
+    assert content_of(await answer) == TEXT
+
+
+async def test_a_worker_that_does_not_come_back(deploy, until):
+    workers = workers_saying()
+    workers.step_s = 0.002
+    deployment = await deploy(workers, worker_replacement_wait_s=0.05)
+    answer = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["d0"].batches > 10)
+    workers.kill("d0")
+    response = await answer
+    assert response.status_code == 503
+    assert "died" in response.json()["error"]["message"]
+
+
+async def test_dead_prefill_worker(deploy, until):
+    workers = workers_saying(prefill=2)
+    workers.workers["p0"].hold = workers.workers["p1"].hold = True
+    deployment = await deploy(workers)
+    answer = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["p0"].held or workers.workers["p1"].held)
+    victim, other = ("p0", "p1") if workers.workers["p0"].held else ("p1", "p0")
+    workers.workers[other].hold = False
+    workers.kill(victim)
+    assert content_of(await answer) == TEXT
+    assert sent(workers, other, PrefillRequest)[0].attempt == 1
+
+
+async def test_prefill_that_fails_after_its_worker_was_left_is_not_believed(deploy, until):
+    workers = workers_saying()
+    workers.workers["p0"].hold = True
+    deployment = await deploy(workers)
+    answer = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["p0"].held)
+    request = workers.workers["p0"].held[0]
+    workers.say("p0", PrefillFailed(request.request_id, request.attempt, "transfer", "x"))
+    await until(lambda: len(sent(workers, "p0", PrefillRequest)) == 2)
+    workers.say("p0", PrefillFailed(request.request_id, request.attempt, "transfer", "late"))
+    workers.go_on("p0")
+    assert content_of(await answer) == TEXT
+    assert await deployment.metric("retries_total") == 1
+
+
+async def test_stale_tokens_are_not_believed(deploy, until):
+    workers = workers_saying()
+    workers.workers["p0"].hold = True
+    deployment = await deploy(workers)
+    answer = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["p0"].held)
+    request = workers.workers["p0"].held[0]
+    workers.say("p0", PrefillFailed(request.request_id, 0, "transfer", "x"))
+    await until(lambda: len(sent(workers, "p0", PrefillRequest)) == 2)
+    workers.emit("d0", request.request_id, 0, 0, list(b"stale"))
+    workers.go_on("p0")
+    assert content_of(await answer) == TEXT
+
+
+async def test_repeated_tokens_are_dropped_and_a_gap_is_recomputed(deploy, until):
+    workers = workers_saying()
+    workers.step_s = 0.002
+    deployment = await deploy(workers)
+    answer = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["d0"].batches > 10)
+    request_id = next(iter(workers.workers["d0"].requests))
+    whole = byte_answer((CONTENT, TEXT))
+    workers.emit("d0", request_id, 0, 0, whole[:3])
+    workers.emit("d0", request_id, 0, 30, whole[30:32])
+    assert content_of(await answer) == TEXT
+    assert await deployment.metric("retries_total", reason="tokens_missing") == 1
+
+
+async def test_lost_batch_recomputes_what_the_worker_held(deploy, until):
+    workers = workers_saying()
+    workers.step_s = 0.002
+    deployment = await deploy(workers)
+    answers = [asyncio.create_task(deployment.chat()) for _ in range(3)]
+    await until(lambda: workers.workers["d0"].batches > 10)
+    workers.emit("d0", "nobody", 0, 0, [1], gap=2)
+    for answer in answers:
+        assert content_of(await answer) == TEXT
+    assert await deployment.metric("retries_total", reason="tokens_missing") == 3
+
+
+async def test_preemption_prefills_prompt_and_output_again(deploy, until):
+    workers = workers_saying()
+    workers.step_s = 0.002
+    deployment = await deploy(workers)
+    answer = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["d0"].batches > 10)
+    request_id, request = next(iter(workers.workers["d0"].requests.items()))
+    emitted = workers.workers["d0"].batches
+    workers.preempt("d0", request_id, emitted)
+    assert content_of(await answer) == TEXT
+    first, second = sent(workers, "p0", PrefillRequest)
+    assert (first.attempt, second.attempt) == (0, 1)
+    assert second.token_ids == request.prompt_token_ids + byte_answer((CONTENT, TEXT))[:emitted]
+    # A preemption is decode's business: no attempt of the router is used up and nothing is aborted.
+    assert not sent(workers, "d0", AbortRequest)
+
+
+async def test_full_decode_worker_is_passed_over(deploy):
+    workers = workers_saying(decode=2)
+    for name in ("d0", "d1"):
+        workers.workers[name].refuse = [refusal()]
+    deployment = await deploy(workers)
+    response = await deployment.chat()
+    assert response.status_code == 429
+    assert response.json()["error"]["code"] == "rate_limit_exceeded"
+    assert int(response.headers["retry-after"]) >= 1
+    workers.workers["d0"].refuse = [refusal()]
+    assert content_of(await deployment.chat()) == TEXT
+
+
+async def test_full_prefill_worker_is_asked_again(deploy):
+    workers = workers_saying()
+    workers.workers["p0"].refuse = [refusal(), refusal()]
+    deployment = await deploy(workers)
+    assert content_of(await deployment.chat()) == TEXT
+    assert len(sent(workers, "p0", PrefillRequest)) == 3
+    assert len(sent(workers, "d0", GenerateRequest)) == 1
+
+
+@pytest.mark.parametrize("worker", ["p0", "d0"])
+async def test_what_never_fits_is_the_clients_error(deploy, worker):
+    workers = workers_saying()
+    workers.workers[worker].refuse = [refusal(retryable=False)]
+    deployment = await deploy(workers)
+    response = await deployment.chat()
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert "larger than the cache" in response.json()["error"]["message"]
+    assert not workers.workers["d0"].requests
+
+
+async def test_draining_workers_get_nothing_new(deploy):
+    workers = workers_saying(decode=2)
+    deployment = await deploy(workers)
+    workers.workers["d0"].draining = True
+    workers.report()
+    for _ in range(3):
+        assert content_of(await deployment.chat()) == TEXT
+    assert not sent(workers, "d0", GenerateRequest)
+    workers.workers["d1"].draining = True
+    workers.report()
+    assert (await deployment.http.get("/ready")).status_code == 503
+
+
+async def test_one_token_prompt_needs_no_prefill(deploy, monkeypatch):
+    workers = workers_saying()
+    deployment = await deploy(workers)
+    original = type(deployment.server._formatter).render
+
+    def short(self, conversation):
+        prompt = original(self, conversation)
+        del prompt.token_ids[1:]
+        return prompt
+
+    monkeypatch.setattr("antiphon.router.byte_format.ByteFormatter.render", short)
+    assert content_of(await deployment.chat()) == TEXT
+    assert not sent(workers, "p0", PrefillRequest)
+    assert await deployment.metric("disagg_decisions_total", decision="no_prefill") == 1
+
+
+async def test_deadline_ends_both_legs(deploy):
+    workers = workers_saying()
+    workers.workers["p0"].hold = True
+    deployment = await deploy(workers, request_timeout_s=0.1)
+    response = await deployment.chat()
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "timeout"
+    assert sent(workers, "p0", AbortRequest)
+    assert sent(workers, "d0", AbortRequest)
+
+
+async def test_deadline_after_the_first_byte_is_an_event(deploy):
+    workers = workers_saying()
+    workers.step_s = 0.02
+    deployment = await deploy(workers)
+    response = await deployment.chat(stream=True, timeout_s=0.2)
+    assert response.status_code == 200
+    *_, last = [line[6:] for line in response.text.split("\n\n") if line]
+    assert json.loads(last)["error"]["code"] == "timeout"
+    assert "[DONE]" not in response.text
+    assert not workers.workers["d0"].requests
+    assert await deployment.metric("request_errors_total", error_type="timeout") == 1

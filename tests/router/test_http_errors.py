@@ -1,0 +1,215 @@
+"""Every error has OpenAI's body, names what is wrong, and leaves the service serving."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+
+from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+
+USER = {"role": "user", "content": "hi"}
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, str | None]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    document = response.json()
+    assert list(document) == ["error"]
+    assert set(document["error"]) == {"message", "type", "param", "code"}
+    assert document["error"]["message"]
+    assert response.headers["x-request-id"].startswith("req_")
+    return document["error"]
+
+
+BAD_REQUESTS = [
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [USER, {"role": "user"}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+        "messages[0].content[0].type",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ({"model": None}, "model"),
+    ({"temperature": 2.5}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"top_p": -0.1}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"seed": 2**63}, "seed"),
+    ({"logit_bias": {"261": 1}}, "logit_bias.261"),
+    ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": "yes"}, "stream"),
+    ({"min_tokens": 1000}, "min_tokens"),
+    ({"reasoning_effort": "none"}, "reasoning_effort"),
+    ({"reasoning_effort": "immense"}, "reasoning_effort"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools[1].function.name"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"prediction": {"type": "content"}}, "prediction"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"no_such_option": 1}, "no_such_option"),
+    ({"timeout_s": 0}, "timeout_s"),
+]
+
+
+@pytest.fixture
+async def deployment(deploy):
+    return await deploy(max_body_bytes=4096)
+
+
+async def test_bad_requests_name_the_field(deployment):
+    for fields, param in BAD_REQUESTS:
+        error = error_of(await deployment.chat(**fields), 400)
+        assert error["type"] == "invalid_request_error", fields
+        assert error["param"] == param, (fields, error)
+        assert error["code"], fields
+    assert (await deployment.chat()).status_code == 200
+
+
+async def test_harmless_values_are_accepted(deployment):
+    response = await deployment.chat(
+        modalities=["text"],
+        functions=None,
+        repetition_penalty=1.0,
+        verbosity="medium",
+        response_format={"type": "text"},
+        tool_choice="none",
+        parallel_tool_calls=False,
+        reasoning_effort="minimal",
+        store=True,
+        metadata={"a": "b"},
+        user="u",
+        service_tier="auto",
+        safety_identifier="x",
+        prompt_cache_key="x",
+        stop=None,
+        temperature=None,
+    )
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"nul", b'{"model": "\xff"}', b'{"messages": "\\ud800"}'])
+async def test_malformed_json(deployment, body):
+    response = await deployment.http.post("/v1/chat/completions", content=body)
+    assert error_of(response, 400)["code"] in ("invalid_json", "invalid_type")
+
+
+async def test_deep_nesting_is_no_crash(deployment):
+    body = b'{"model":"tiny","messages":[],"tools":' + b"[" * 1500 + b"]" * 1500 + b"}"
+    error_of(await deployment.http.post("/v1/chat/completions", content=body), 400)
+
+
+async def test_unknown_model(deployment):
+    error = error_of(await deployment.chat(model="gpt-7"), 404)
+    assert error["code"] == "model_not_found"
+    assert "gpt-7" in error["message"]
+
+
+async def test_unknown_url_and_method(deployment):
+    assert error_of(await deployment.http.get("/v1/embeddings"), 404)["code"] == "unknown_url"
+    response = await deployment.http.get("/v1/chat/completions")
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"] == "POST"
+
+
+async def test_prompt_longer_than_the_context(deployment):
+    error = error_of(await deployment.chat(messages=[{"role": "user", "content": "x" * 600}]), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "messages"
+    assert "512" in error["message"]
+
+
+async def test_body_too_large(deployment):
+    large = [{"role": "user", "content": "x" * 5000}]
+    assert error_of(await deployment.chat(messages=large), 413)["code"] == "request_too_large"
+
+    async def pieces():
+        for _ in range(50):
+            yield b" " * 100
+
+    chunked = await deployment.http.post("/v1/chat/completions", content=pieces())
+    assert error_of(chunked, 413)["code"] == "request_too_large"
+    assert (await deployment.chat()).status_code == 200
+
+
+async def test_no_ready_worker(deploy):
+    deployment = await deploy(ScriptedGateway(lambda _: [], prefill=0))
+    response = await deployment.chat()
+    assert error_of(response, 503)["code"] == "service_unavailable"
+    assert int(response.headers["retry-after"]) > 0
+    ready = await deployment.http.get("/ready")
+    error_of(ready, 503)
+    assert (await deployment.http.get("/health")).status_code == 200
+
+
+async def test_ready_names_the_pairs(deployment):
+    ready = await deployment.http.get("/ready")
+    assert ready.status_code == 200
+    assert ready.json()["pairs"] == [{"prefill": "p0", "decode": "d0"}]
+
+
+async def test_a_crash_is_a_500_in_the_same_shape(deployment, monkeypatch):
+    def explode(self: object, conversation: object) -> None:
+        raise ZeroDivisionError("private detail")
+
+    monkeypatch.setattr("antiphon.router.byte_format.ByteFormatter.render", explode)
+    response = await deployment.chat()
+    error = error_of(response, 500)
+    assert error["type"] == "server_error"
+    assert "private" not in response.text
+    assert await deployment.metric("request_errors_total", error_type="server_error") == 1
+
+
+async def test_errors_raise_in_the_sdk(deployment):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await deployment.openai.chat.completions.create(model="tiny", messages=[])
+    assert caught.value.param == "messages"
+
+
+async def test_the_openapi_document_describes_bodies_and_errors(deployment):
+    document = (await deployment.http.get("/openapi.json")).json()
+    operation = document["paths"]["/v1/chat/completions"]["post"]
+    reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    schema = document["components"]["schemas"][reference.rsplit("/", 1)[1]]
+    assert set(schema["required"]) == {"model", "messages"}
+    assert {"400", "404", "413", "429", "500", "503", "504"} <= operation["responses"].keys()
+    assert "422" not in operation["responses"]
+    # Every reference leads somewhere.
+    names = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
+    assert names <= document["components"]["schemas"].keys()

@@ -1,0 +1,87 @@
+"""Start and end of a router process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from antiphon.protocol.errors import ConfigError
+from antiphon.router.byte_format import CONTENT, byte_answer
+from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+from antiphon.router.server import bind_socket
+
+
+async def test_port_in_use_is_one_clear_error(deploy):
+    deployment = await deploy()
+    port = httpx.URL(deployment.server.url).port
+    with pytest.raises(ConfigError, match=f"router.port {port}: the port is in use by another process"):
+        await deploy(port=port)
+    assert (await deployment.chat()).status_code == 200
+
+
+def test_unknown_host_is_one_clear_error():
+    with pytest.raises(ConfigError, match=r"router\.host"):
+        bind_socket("256.256.256.256", 8000)
+
+
+async def test_drain_finishes_what_runs_and_takes_nothing_new(deploy, until):
+    workers = ScriptedGateway(lambda _: byte_answer((CONTENT, "x" * 20)))
+    workers.step_s = 0.02
+    deployment = await deploy(workers, drain_timeout_s=10)
+    running = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["d0"].batches)
+    stopping = asyncio.create_task(deployment.server.stop())
+    await asyncio.sleep(0)
+    assert (await deployment.http.get("/ready")).status_code == 503
+    assert (await deployment.http.get("/health")).status_code == 200
+    late = await deployment.chat()
+    assert late.status_code == 503
+    assert late.headers["retry-after"]
+    assert (await running).json()["choices"][0]["message"]["content"] == "x" * 20
+    await stopping
+    with pytest.raises(httpx.TransportError):
+        await deployment.http.get("/health")
+
+
+async def test_drain_is_bounded_and_says_so(deploy, until):
+    workers = ScriptedGateway(lambda _: byte_answer((CONTENT, "x" * 400)))
+    workers.step_s = 0.02
+    deployment = await deploy(workers, drain_timeout_s=0.1)
+    stream = asyncio.create_task(deployment.chat(stream=True))
+    document = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["d0"].batches > 4)
+    await deployment.server.stop()
+    last = [line[6:] for line in (await stream).text.split("\n\n") if line][-1]
+    assert json.loads(last)["error"]["code"] == "service_unavailable"
+    assert (await document).status_code == 503
+    assert not workers.workers["d0"].requests
+
+
+PROBE = """
+import sys, time
+started = time.perf_counter()
+import antiphon.router.server, antiphon.router.dispatch.link_gateway
+took = time.perf_counter() - started
+heavy = {"torch", "ray", "nixl", "transformers", "numpy", "triton"} & set(sys.modules)
+banned = [f"antiphon.{name}" for name in
+          ("prefill_worker", "decode_worker", "engine", "model", "kernels", "kv_transfer", "cluster")]
+workers = [m for m in sys.modules if any(m == b or m.startswith(b + ".") for b in banned)]
+print(took, sorted(heavy) + workers)
+"""
+
+
+def test_import_is_light_and_quick():
+    started = time.perf_counter()
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=60
+    )
+    took, heavy = result.stdout.split(" ", 1)
+    assert heavy.strip() == "[]"
+    # 1.5 s is the promise on an idle machine; the margin is for a loaded one.
+    assert float(took) < 5, f"import took {took} s of {time.perf_counter() - started:.1f} s"
