@@ -6,9 +6,11 @@ square root of its inputs; so each block adds about half an rms to a residual st
 stable and close enough for sampling to mean something. Gates and ups reach their clamps now and then, and
 sinks take a visible share of every softmax, so that leaving either out is seen.
 
-Routing is near uniform: router rows are independent, biases are tiny, and the experts' outputs are centred
-over tokens (each row of the down projection has mean zero in expectation), so no expert is favoured by a
-direction that all tokens share. Tokens drawn uniformly from the vocabulary then load experts almost evenly;
+Routing is near uniform, in three ways. Little adds the same vector to every token, which a router would see as
+a preference: the biases that reach the residual stream are small, attention is sharp enough that tokens do not
+all read the same average, and the up half's bias is centred on -1, which takes the mean out of
+gate * sigmoid(gate) * (up + 1). Router rows have equal length, since a longer row wins more often. And the
+router's own bias is small. Tokens drawn uniformly from the vocabulary then load experts almost evenly;
 repeated tokens do not.
 """
 
@@ -27,10 +29,11 @@ from antiphon.model.checkpoint.layout import Layout, ParameterSpec, TensorKind, 
 from antiphon.model.checkpoint.write import MAX_SHARD_BYTES, write_checkpoint
 from antiphon.model.config import GptOssConfig, preset
 
-_BIAS_STD = 0.1
-_ROUTER_BIAS_STD = 0.01
+_BIAS_STD = 0.02
+_GATE_UP_BIAS_STD = 0.1
 _NORM_STD = 0.1
-_SINK_MEAN, _SINK_STD = 2.0, 1.0
+_SINK_MEAN, _SINK_STD = 4.0, 1.0
+_QUERY_GAIN = 1.5
 _LOGIT_STD = 3.0
 _GATE_UP_GAIN = 2.0
 _DOWN_GAIN = 0.3
@@ -102,7 +105,14 @@ def _draw(spec: ParameterSpec, config: GptOssConfig, generator: torch.Generator)
         )
     mean, std = _moments(spec, config)
     values = torch.empty(spec.shape, dtype=torch.bfloat16, device=generator.device)
-    return values.normal_(mean, std, generator=generator)
+    values.normal_(mean, std, generator=generator)
+    if spec.name.endswith(".mlp1_bias"):
+        values[:, 1::2] -= 1.0
+    elif spec.name.endswith(".gate.weight"):
+        values = torch.nn.functional.normalize(values.float(), dim=-1).to(values.dtype)
+    elif spec.name.endswith(".qkv.weight"):
+        values[: config.query_width] *= _QUERY_GAIN
+    return values
 
 
 def _moments(spec: ParameterSpec, config: GptOssConfig) -> tuple[float, float]:
@@ -116,5 +126,5 @@ def _moments(spec: ParameterSpec, config: GptOssConfig) -> tuple[float, float]:
     if spec.name.endswith(".sinks"):
         return _SINK_MEAN, _SINK_STD
     if spec.name.endswith("bias"):
-        return 0.0, _ROUTER_BIAS_STD if spec.kind is TensorKind.ROUTER else _BIAS_STD
+        return 0.0, _GATE_UP_BIAS_STD if spec.name.endswith(".mlp1_bias") else _BIAS_STD
     return 0.0, 1.0 / math.sqrt(spec.shape[-1])

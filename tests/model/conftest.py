@@ -1,0 +1,111 @@
+"""Small checkpoints and a minimal paged KV cache for tests of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from antiphon.kernels.reference import PagedSequences
+from antiphon.model.checkpoint.layout import Layout
+from antiphon.model.checkpoint.load import load_model
+from antiphon.model.checkpoint.synthesize import synthesize, synthesize_parameters
+from antiphon.model.checkpoint.write import write_checkpoint
+from antiphon.model.config import GptOssConfig
+from antiphon.model.forward import ForwardBatch
+from antiphon.model.transformer import Transformer
+from torch import Tensor
+
+MINI = GptOssConfig(
+    num_hidden_layers=2,
+    num_experts=4,
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    experts_per_token=2,
+)
+"""Small enough to write one checkpoint per fault."""
+
+Write = Callable[..., Path]
+Forward = Callable[..., Tensor]
+
+
+class OneSequence:
+    """Paged KV of one sequence whose pages lie in a shuffled order, and the batches that fill it."""
+
+    def __init__(self, model: Transformer, capacity: int, page_size: int) -> None:
+        config = model.config
+        pages = -(-capacity // page_size)
+        shape = (pages, config.num_key_value_heads, 2, page_size, config.head_dim)
+        self._layers = [torch.zeros(shape, dtype=model.dtype) for _ in range(config.num_hidden_layers)]
+        self._pages = torch.randperm(pages, generator=torch.Generator().manual_seed(pages))
+        self._page_size = page_size
+
+    def layer(self, index: int) -> Tensor:
+        return self._layers[index]
+
+    def batch(self, token_ids: Tensor, begin: int) -> ForwardBatch:
+        end = begin + len(token_ids)
+        positions = torch.arange(begin, end)
+        slot = self._pages[positions // self._page_size] * self._page_size + positions % self._page_size
+        sequences = PagedSequences(
+            block_table=self._pages.int()[None],
+            query_start=torch.tensor([0, len(token_ids)], dtype=torch.int32),
+            kv_len=torch.tensor([end], dtype=torch.int32),
+            slot=slot,
+        )
+        return ForwardBatch(token_ids, positions, sequences, sequences)
+
+
+def forward_chunks(model: Transformer, token_ids: Tensor, chunk: int | None = None, page: int = 16) -> Tensor:
+    """Final-norm hidden states [T, H] of one prompt, computed whole or ``chunk`` tokens at a time."""
+    kv = OneSequence(model, len(token_ids), page)
+    step = chunk or len(token_ids)
+    return torch.cat(
+        [model.forward(kv.batch(token_ids[b : b + step], b), kv) for b in range(0, len(token_ids), step)]
+    )
+
+
+@pytest.fixture(scope="session")
+def forward() -> Forward:
+    return forward_chunks
+
+
+@pytest.fixture(scope="session")
+def one_sequence() -> type[OneSequence]:
+    return OneSequence
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    synthesize(directory, like="tiny", seed=0)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_directory: Path) -> Transformer:
+    return load_model(tiny_directory, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def mini_config() -> GptOssConfig:
+    return MINI
+
+
+@pytest.fixture
+def write_mini(tmp_path: Path) -> Write:
+    """Writes a mini checkpoint into a fresh folder."""
+
+    def write(
+        layout: Layout = Layout.HUGGING_FACE, seed: int = 0, max_shard_bytes: int = 10**9, name: str = "mini"
+    ) -> Path:
+        directory = tmp_path / name
+        write_checkpoint(directory, MINI, synthesize_parameters(MINI, seed), layout, max_shard_bytes)
+        return directory
+
+    return write
