@@ -1,0 +1,101 @@
+"""Every declared metric moves, and carries the model's name."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from antiphon.protocol.messages import RequestRefused
+from antiphon.router.byte_format import ARGUMENTS, CONTENT, REASONING, TOOL, byte_answer
+from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+
+
+def values(text: str) -> dict[str, float]:
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "tiny", sample
+            # The first bucket is often 0; sums and counts are what must move.
+            if not sample.name.endswith("_bucket"):
+                found[family.name] = max(found.get(family.name, 0.0), sample.value)
+        found.setdefault(family.name, 0.0)
+    return found
+
+
+async def test_every_declared_metric_moves(deploy, until):
+    workers = ScriptedGateway(
+        lambda _: byte_answer((REASONING, "r"), (TOOL, "unknown"), (ARGUMENTS, "{}"), (CONTENT, "x" * 30)),
+        decode=2,
+    )
+    workers.step_s = 0.002
+    workers.cached_tokens = 5
+    deployment = await deploy(workers, max_in_flight_requests=2, max_queued_requests=1, max_attempts=3)
+    seen: dict[str, float] = {}
+
+    async def look() -> None:
+        text = (await deployment.http.get("/metrics")).text
+        for name, value in values(text).items():
+            seen[name] = max(seen.get(name, 0.0), value)
+
+    await deployment.chat(tools=[{"type": "web_search"}])
+    workers.report(running=3, queued_prefill_tokens=40)
+    await look()
+    # Failures in a row open a circuit, and use up the attempts.
+    workers.workers["p0"].fail = ["transfer"] * 3
+    assert (await deployment.chat()).status_code == 500
+    await look()
+    # Queued, refused at the door, disconnected.
+    workers.step_s = 0.05
+    requests = [asyncio.create_task(deployment.chat()) for _ in range(3)]
+    await until(lambda: deployment.server.open_requests == 3)
+    assert (await deployment.chat()).status_code == 429
+    await look()
+    for request in requests:
+        request.cancel()
+    await until(lambda: not deployment.server.open_requests)
+    workers.workers["d0"].refuse = [RequestRefused("", 0, "larger", False)]
+    workers.workers["d1"].refuse = [RequestRefused("", 0, "larger", False)]
+    assert (await deployment.chat()).status_code == 400
+    deployment.server._context.metrics.slow_clients.inc()  # its own test cuts a client off
+    await look()
+    still = sorted(name for name, value in seen.items() if not value)
+    assert still == []
+
+
+async def test_parts_of_the_time_to_first_token_are_told_apart(deploy):
+    deployment = await deploy()
+    await deployment.chat()
+    sums = {
+        "reserve": 0.001,
+        "prefill_queue": 0.001,
+        "prefill": 0.002,
+        "transfer": 0.003,
+        "first_decode": 0.004,
+    }
+    for stage, seconds in sums.items():
+        assert await deployment.metric("stage_duration_seconds_sum", stage=stage) == seconds
+    for stage in ("tokenize", "queue", "route", "detokenize"):
+        assert await deployment.metric("stage_duration_seconds_count", stage=stage) == 1
+        assert 0 <= await deployment.metric("stage_duration_seconds_sum", stage=stage) < 1
+
+
+async def test_tokens_and_latencies_are_counted_once_per_choice(deploy):
+    deployment = await deploy()
+    await deployment.chat(n=2)
+    tokens = len("hello") + 2
+    prompt = len(b"user: hi\nassistant: ")
+    assert await deployment.metric("generation_tokens_total") == 2 * tokens
+    assert await deployment.metric("prompt_tokens_total") == 2 * prompt
+    assert await deployment.metric("time_to_first_token_seconds_count") == 2
+    assert await deployment.metric("inter_token_latency_seconds_count") == 2 * (tokens - 1)
+    assert await deployment.metric("e2e_request_latency_seconds_count") == 2
+    assert await deployment.metric("request_success_total", finished_reason="stop") == 2
+    assert await deployment.metric("requests_total", endpoint="/v1/chat/completions", status_code="200") == 1
+
+
+async def test_unknown_urls_share_one_label(deploy):
+    deployment = await deploy()
+    for i in range(5):
+        await deployment.http.get(f"/nothing/{i}")
+    assert await deployment.metric("requests_total", endpoint="unknown", status_code="404") == 5
