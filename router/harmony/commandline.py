@@ -31,8 +31,6 @@ from antiphon.router.openai.chat_schema import ChatCompletionRequest
 from antiphon.router.openai.chat_translate import to_conversation
 from antiphon.router.openai.request_fields import parse_body
 
-_ASSISTANT_START = "<|start|>assistant"
-
 
 class TranscriptError(AntiphonError):
     """What was given to the command cannot be used; one line that says why."""
@@ -119,7 +117,7 @@ def parse_output(raw: str, options: ParseOptions) -> ParsedJson:
     A final newline, as editors and ``echo`` add it, is not part of the output. Never fails on any text.
     """
     vocabulary = load_vocabulary()
-    text = raw.removeprefix(_ASSISTANT_START).removesuffix("\n")
+    text = raw.removesuffix("\n")
     token_ids = vocabulary.encode_marked(text)
     parser = HarmonyParser(vocabulary.pieces, options.tools)
     step = options.step_tokens or max(len(token_ids), 1)

@@ -107,6 +107,7 @@ class HarmonyParser:
             piece = self._pieces[token]
         elif 0 <= token < VOCABULARY_SIZE:
             self._last_was_body = False
+            self._end_code_point()
             self._marker(token)
             return
         else:
@@ -135,7 +136,7 @@ class HarmonyParser:
         self._header[-1][1].extend(piece)
         self._header_bytes += len(piece)
         if self._header_bytes > HEADER_LIMIT_BYTES:
-            self._overlong_header()
+            self._open_unmarked_body()
         elif b"{" in piece or b"[" in piece:
             self._json_in_header()
 
@@ -238,15 +239,20 @@ class HarmonyParser:
         """An opening bracket behind a readable header starts the message even without ``<|message|>``."""
         reading = read_header(self._parts(), self._origin, ended=False)
         if reading.body[:1] in ("{", "[") and not reading.headless and not reading.garbled:
-            self._repairs["message_missing"] += 1
-            self._open_body(reading)
+            self._open_unmarked_body()
 
-    def _overlong_header(self) -> None:
+    def _open_unmarked_body(self) -> None:
+        """The header turns into a message that goes on: its last code point may still be incomplete."""
         self._repairs["message_missing"] += 1
+        last = self._header[-1][1]
+        _, whole = utf_8_decode(last, "replace", False)
+        partial = bytes(last[whole:])
+        del last[whole:]
         reading = read_header(self._parts(), self._origin, ended=False)
         if reading.headless:
             self._repairs["header_missing"] += 1
         self._open_body(reading)
+        self._partial = partial
 
     # ------------------------------------------------------------------------------------------- bodies
 
@@ -258,12 +264,16 @@ class HarmonyParser:
 
     def _close_body(self, *, complete: bool) -> None:
         if self._state is _State.BODY:
-            if self._partial:
-                self._repairs["code_point_cut"] += 1
-                self._writer.write(utf_8_decode(self._partial, "replace", True)[0])
-                self._partial = b""
+            self._end_code_point()
             self._writer.close(complete=complete)
         self._state = _State.BETWEEN
+
+    def _end_code_point(self) -> None:
+        """Bytes that wait for the rest of their code point will not get it: none spans a marker."""
+        if self._partial:
+            self._repairs["code_point_cut"] += 1
+            self._writer.write(utf_8_decode(self._partial, "replace", True)[0])
+            self._partial = b""
 
     def _route(self, reading: HeaderReading) -> None:
         """Open the place that the message's text goes to."""
