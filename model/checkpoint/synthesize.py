@@ -6,9 +6,9 @@ square root of its inputs; so each block adds about half an rms to a residual st
 stable and close enough for sampling to mean something. Gates and ups reach their clamps now and then, and
 sinks take a visible share of every softmax, so that leaving either out is seen.
 
-Routing is near uniform, in three ways. Little adds the same vector to every token, which a router would see as
-a preference: the biases that reach the residual stream are small, attention is sharp enough that tokens do not
-all read the same average, and the up half's bias is centred on -1, which takes the mean out of
+Routing is near uniform, in three ways. Little adds the same vector to every token, which a router would see
+as a preference: the biases that reach the residual stream are small, attention is sharp enough that tokens do
+not all read the same average, and the up half's bias is centred on -1, which takes the mean out of
 gate * sigmoid(gate) * (up + 1). Router rows have equal length, since a longer row wins more often. And the
 router's own bias is small. Tokens drawn uniformly from the vocabulary then load experts almost evenly;
 repeated tokens do not.

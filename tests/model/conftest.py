@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.checkpoint.layout import Layout
 from antiphon.model.checkpoint.load import load_model
@@ -15,7 +17,6 @@ from antiphon.model.checkpoint.write import write_checkpoint
 from antiphon.model.config import GptOssConfig
 from antiphon.model.forward import ForwardBatch
 from antiphon.model.transformer import Transformer
-from torch import Tensor
 
 MINI = GptOssConfig(
     num_hidden_layers=2,

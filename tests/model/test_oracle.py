@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from antiphon.model.checkpoint.load import load_model
-from antiphon.model.transformer import Transformer
 from torch import Tensor
 
+from antiphon.model.checkpoint.load import load_model
+from antiphon.model.transformer import Transformer
+
 TOLERANCE = 2e-4
-"""On logits with a standard deviation of 3; a wrong window, sink or frequency is off by more than 100 times that."""
+"""On logits with a standard deviation of 3. A wrong window or a dropped sink is off by more than 100 times that."""
 LENGTHS = (1, 127, 128, 129, 130, 300, 1000)
 
 Forward = Callable[..., Tensor]
