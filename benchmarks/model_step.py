@@ -74,9 +74,10 @@ def time_decode(model: CudaTransformer, batch: int, context: int, steps: int = 1
         return model.logits(model.forward(inputs, cache)).argmax(-1)
 
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
-    stream.synchronize()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         chosen = step()

@@ -151,7 +151,7 @@ class CudaTransformer:
             out = torch.empty(
                 hidden.shape[0], self.config.vocab_size, dtype=torch.float32, device=hidden.device
             )
-            return skinny.logits(hidden.contiguous(), self._unembedding, out)
+            return skinny.logits(hidden.contiguous(), self._unembedding, out, pdl=True)
         return torch.mm(hidden, self._unembedding.t(), out_dtype=torch.float32)
 
     def _attention(
@@ -171,6 +171,7 @@ class CudaTransformer:
             skinny.qkv_rope(
                 *(normed, None, self.config.rms_norm_eps, weights.qkv_weight, weights.qkv_bias),
                 *(positions, sequences.slot, self._rotation, kv_layer, query),
+                pdl=True,
             )
         else:
             qkv = torch.nn.functional.linear(normed, weights.qkv_weight, weights.qkv_bias)
@@ -191,8 +192,8 @@ class CudaTransformer:
         mixed = mixed.view(x.shape[0], -1)
         eps = self.config.rms_norm_eps
         if self._skinny(x.shape[0]):
-            skinny.output_projection_(mixed, weights.out_weight, weights.out_bias, x)
-            return rms_norm(x, weights.mlp_norm, eps)
+            skinny.output_projection_(mixed, weights.out_weight, weights.out_bias, x, pdl=True)
+            return rms_norm(x, weights.mlp_norm, eps, pdl=True)
         delta = torch.nn.functional.linear(mixed, weights.out_weight, weights.out_bias)
         return add_rms_norm_(delta, x, weights.mlp_norm, eps)
 
@@ -237,6 +238,7 @@ class CudaTransformer:
                 self.config.num_key_value_heads,
                 self.config.head_dim,
                 self.device,
+                pdl=self.road is Road.HOPPER,
             )
             self._decode_attention[batch_size] = kernel
         return kernel

@@ -117,7 +117,7 @@ def prefill_attention(
     window: int | None,
     sm_scale: float,
     max_query_tokens: int,
-    block_tokens: int = 16,
+    block_tokens: int = 8,
     out: Tensor | None = None,
     warps: int | None = None,
     stages: int = 5,

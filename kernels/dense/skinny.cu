@@ -19,7 +19,7 @@ namespace {
 
 using bf16 = __nv_bfloat16;
 
-enum Epilogue { QKV_ROPE = 0, RESIDUAL = 1, LOGITS = 2 };
+enum Epilogue { QKV_ROPE = 0, RESIDUAL = 1 };
 
 struct Args {
   const bf16* x;            // [T, K]
@@ -41,7 +41,7 @@ struct Args {
   int page_size;
   // RESIDUAL
   bf16* residual;  // [T, N], updated in place
-  // LOGITS
+  // logits_stream
   float* logits;  // [T, N]
 };
 
@@ -209,25 +209,90 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) skinny_gemm(const A
     } else {
       const int n = blockIdx.x * 16 + r;
       const int64_t at = static_cast<int64_t>(token) * args.rows + n;
-      if constexpr (EPILOGUE == RESIDUAL) {
-        first += __bfloat162float(args.bias[n]) + __bfloat162float(args.residual[at]);
-        second += __bfloat162float(args.bias[n + 8]) + __bfloat162float(args.residual[at + 8]);
-        args.residual[at] = __float2bfloat16_rn(first);
-        args.residual[at + 8] = __float2bfloat16_rn(second);
-      } else {
-        args.logits[at] = first;
-        args.logits[at + 8] = second;
-      }
+      first += __bfloat162float(args.bias[n]) + __bfloat162float(args.residual[at]);
+      second += __bfloat162float(args.bias[n + 8]) + __bfloat162float(args.residual[at + 8]);
+      args.residual[at] = __float2bfloat16_rn(first);
+      args.residual[at + 8] = __float2bfloat16_rn(second);
     }
   }
 }
 
+// Unembedding: 12,568 tiles of 16 rows. Blocks are persistent and the weight stream runs on into the next tile while
+// this one is summed over warps. The tokens lie in shared memory, rows 5,824 bytes apart so that the eight lanes of
+// a 128-byte phase never meet in a bank.
+template <int TOKEN_TILES, int BLOCKS_PER_SM>
+__global__ void __launch_bounds__(288, BLOCKS_PER_SM) logits_stream(const Args args) {
+  constexpr int K = 2880, WARPS = 9, CHUNKS = 10, DEPTH = 5, PITCH = K + 32;
+  extern __shared__ __align__(16) bf16 tokens[];
+  __shared__ float partial[2][WARPS][TOKEN_TILES][8][17];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int g = lane / 4, q = lane % 4;
+  const int k_lane = warp * (CHUNKS * 32) + q * 8;
+  const int tiles = args.rows / 16;
+
+  int tile = blockIdx.x;
+  const bf16* w = args.weight + static_cast<int64_t>(tile * 16 + g) * K + k_lane;
+  uint4 low[DEPTH], high[DEPTH];
+#pragma unroll
+  for (int c = 0; c < DEPTH; ++c) {
+    low[c] = stream_load(w + c * 32);
+    high[c] = stream_load(w + 8 * K + c * 32);
+  }
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  for (int i = threadIdx.x; i < args.tokens * (K / 8); i += 288)
+    *reinterpret_cast<uint4*>(tokens + (i / (K / 8)) * PITCH + (i % (K / 8)) * 8) =
+        load_activation(args.x + static_cast<int64_t>(i) * 8);
+  __syncthreads();
+
+  for (int turn = 0; tile < tiles; turn ^= 1) {
+    const int next = tile + gridDim.x;
+    const bf16* w_next = args.weight + static_cast<int64_t>(min(next, tiles - 1) * 16 + g) * K + k_lane;
+    float acc[TOKEN_TILES][4] = {};
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const int s = c % DEPTH;
+#pragma unroll
+      for (int t = 0; t < TOKEN_TILES; ++t) {
+        uint4 b = make_uint4(0, 0, 0, 0);
+        if (t * 8 + g < args.tokens)
+          b = *reinterpret_cast<const uint4*>(tokens + (t * 8 + g) * PITCH + k_lane + c * 32);
+        mma(acc[t], low[s].x, high[s].x, low[s].y, high[s].y, b.x, b.y);
+        mma(acc[t], low[s].z, high[s].z, low[s].w, high[s].w, b.z, b.w);
+      }
+      const bf16* from = c + DEPTH < CHUNKS ? w + (c + DEPTH) * 32 : w_next + (c + DEPTH - CHUNKS) * 32;
+      low[s] = stream_load(from);
+      high[s] = stream_load(from + 8 * K);
+    }
+#pragma unroll
+    for (int t = 0; t < TOKEN_TILES; ++t) {
+      partial[turn][warp][t][2 * q][g] = acc[t][0];
+      partial[turn][warp][t][2 * q + 1][g] = acc[t][1];
+      partial[turn][warp][t][2 * q][g + 8] = acc[t][2];
+      partial[turn][warp][t][2 * q + 1][g + 8] = acc[t][3];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < TOKEN_TILES * 128; i += 288) {
+      const int token = i / 16, r = i % 16;
+      if (token >= args.tokens) break;
+      float sum = 0.f;
+#pragma unroll
+      for (int v = 0; v < WARPS; ++v) sum += partial[turn][v][token / 8][token % 8][r];
+      args.logits[static_cast<int64_t>(token) * args.rows + tile * 16 + r] = sum;
+    }
+    tile = next;
+    w = w_next;
+  }
+}
+
 template <typename Kernel>
-int launch(Kernel kernel, const Args& args, int blocks, int threads, bool pdl, cudaStream_t stream) {
+int launch(Kernel kernel, const Args& args, int blocks, int threads, bool pdl, cudaStream_t stream,
+           int shared_bytes = 0) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
   config.stream = stream;
+  config.dynamicSmemBytes = shared_bytes;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -299,7 +364,17 @@ int antiphon_logits(const void* x, const void* weight, float* logits, int tokens
   args.tokens = tokens;
   args.rows = rows;
   args.logits = logits;
-  return dispatch<9, 10, LOGITS, false>(args, rows / 16, pdl != 0, static_cast<cudaStream_t>(stream));
+  if (tokens < 1 || tokens > 16) return static_cast<int>(cudaErrorInvalidValue);
+  const bool few = tokens <= 8;
+  const auto kernel = few ? logits_stream<1, 3> : logits_stream<2, 2>;
+  const int shared_bytes = tokens * (2880 + 32) * 2;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (status != cudaSuccess) return static_cast<int>(status);
+  int device = 0, processors = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  return launch(kernel, args, processors * (few ? 3 : 2), 288, pdl != 0, static_cast<cudaStream_t>(stream),
+                shared_bytes);
 }
 
 }  // extern "C"
