@@ -133,7 +133,7 @@ def decode_point(
     error = layer_error(first, *matrices, x, routing)
     times = measure(layers, tokens, plan, rounds=max(1, 64 // (len(layers) * tokens)))
     print(
-        f"{model:5s} B={tokens:<4d} tile={plan.token_tile:<2d} splits={plan.splits} "
+        f"{model:5s} B={tokens:<4d} tile={plan.token_tile:<2d} "
         f"pdl={int(plan.overlap)} err {error:8.1e} {'ok ' if error <= BOUND else 'BAD'}"
         f" experts {times['experts']:7.1f} layer {times['layer']:7.1f} route {times['route']:5.1f}"
         f" floor {times['floor']:6.1f} us  {times['floor'] / times['experts']:.2f}",
@@ -144,7 +144,7 @@ def decode_point(
         "kernel": "moe_streamed",
         "model": model,
         "batch": tokens,
-        "plan": {"token_tile": plan.token_tile, "splits": plan.splits, "overlap": plan.overlap},
+        "plan": {"token_tile": plan.token_tile, "overlap": plan.overlap},
         "error": error,
         "ok": error <= BOUND,
         "value": times["layer"],
@@ -155,25 +155,12 @@ def decode_point(
 
 
 def plans_to_try(tokens: int, experts: int, tune: bool) -> list[LaunchPlan]:
-    """The default plan, and with ``tune`` its neighbours."""
+    """The default plan, and with ``tune`` the same without overlap and the other tiles."""
     default = decode.plan_launch(tokens, experts)
-    plans = [default]
-    if tune:
-        others = [
-            LaunchPlan(tile, splits, overlap)
-            for tile in decode.TOKEN_TILES
-            for splits in (1, 5)
-            for overlap in (True, False)
-            if splits == 1 or tokens * decode.TOP_K <= decode.MAX_SPLIT_PAIRS
-        ]
-        plans += [
-            plan
-            for plan in others
-            if plan != default
-            and (plan.overlap or plan.token_tile == default.token_tile)
-            and (tokens > 8 or plan.token_tile == 8)
-        ]
-    return plans
+    if not tune:
+        return [default]
+    tiles = [tile for tile in decode.TOKEN_TILES if tile != default.token_tile and tile <= max(8, tokens)]
+    return [default, LaunchPlan(default.token_tile, overlap=False), *(LaunchPlan(tile) for tile in tiles)]
 
 
 def decode_table(

@@ -23,21 +23,19 @@ LIBRARY = CudaLibrary(
 
 _POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    # weights, bias, x, order, tiles, tile_count, hidden, pairs, top_k, token_tile, grid, overlap, stream
-    "antiphon_moe_gate_up": (*(_POINTER,) * 7, *(_NUMBER,) * 5, _POINTER),
-    # weights, bias, hidden, order, tiles, tile_count, pair_weight, partial, pairs, splits, token_tile, grid,
-    # overlap, stream
-    "antiphon_moe_down": (*(_POINTER,) * 8, *(_NUMBER,) * 5, _POINTER),
+    # weights, bias, x, order, tiles, tile_count, hidden, top_k, token_tile, grid, overlap, stream
+    "antiphon_moe_gate_up": (*(_POINTER,) * 7, *(_NUMBER,) * 4, _POINTER),
+    # weights, bias, hidden, order, tiles, tile_count, pair_weight, partial, token_tile, grid, overlap, stream
+    "antiphon_moe_down": (*(_POINTER,) * 8, *(_NUMBER,) * 3, _POINTER),
     # ids, pairs, order, tiles, tile_count, first_expert, experts, token_tile, overlap, stream
     "antiphon_moe_group": (_POINTER, _NUMBER, *(_POINTER,) * 3, *(_NUMBER,) * 4, _POINTER),
-    # x, weight, bias, logits, ids, weights, ticket, tokens, all_experts, order, tiles, tile_count,
+    # x, weight, bias, logits, ids, weights, tickets, tokens, all_experts, order, tiles, tile_count,
     # first_expert, experts, token_tile, overlap, stream
     "antiphon_moe_route": (*(_POINTER,) * 7, *(_NUMBER,) * 2, *(_POINTER,) * 3, *(_NUMBER,) * 4, _POINTER),
-    # partial, ids, out, tokens, top_k, splits, first_expert, experts, overlap, stream
-    "antiphon_moe_combine": (*(_POINTER,) * 3, *(_NUMBER,) * 6, _POINTER),
-    # partial, ids, residual, norm, out, new_residual, eps, tokens, top_k, splits, first_expert, experts,
-    # overlap, stream
-    "antiphon_moe_combine_norm": (*(_POINTER,) * 6, _REAL, *(_NUMBER,) * 6, _POINTER),
+    # partial, ids, out, tokens, first_expert, experts, overlap, stream
+    "antiphon_moe_combine": (*(_POINTER,) * 3, *(_NUMBER,) * 4, _POINTER),
+    # partial, ids, residual, norm, out, new_residual, eps, tokens, first_expert, experts, overlap, stream
+    "antiphon_moe_combine_norm": (*(_POINTER,) * 6, _REAL, *(_NUMBER,) * 4, _POINTER),
 }
 
 

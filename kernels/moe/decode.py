@@ -19,9 +19,7 @@ from antiphon.kernels.moe.streamed import DIM, StreamedExperts
 TOP_K = 4
 MAX_TOKENS = 512
 MAX_EXPERTS = 128
-TOKEN_TILES = (8, 16, 24)
-MAX_SPLIT_PAIRS = 64
-"""Largest number of (token, k) pairs for which the down projection may run in slices."""
+TOKEN_TILES = (4, 8, 16, 24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +27,16 @@ class LaunchPlan:
     """How a step of a given size is cut up.
 
     Attributes:
-        token_tile: tokens of one expert that share one pass over its weights (8, 16 or 24).
-        splits: slices of the down projection's columns that run as separate items (1 or 5).
+        token_tile: tokens of one expert that share one pass over its weights (4, 8, 16 or 24).
         overlap: programmatic dependent launch.
     """
 
     token_tile: int
-    splits: int
     overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.token_tile not in TOKEN_TILES:
             raise ValueError(f"token_tile {self.token_tile} is not one of {TOKEN_TILES}")
-        if self.splits not in (1, 5):
-            raise ValueError(f"splits {self.splits} is not 1 or 5")
 
 
 def plan_launch(tokens: int, experts: int) -> LaunchPlan:
@@ -54,7 +48,7 @@ def plan_launch(tokens: int, experts: int) -> LaunchPlan:
     mean = tokens * TOP_K / experts
     load = min(tokens, mean + 2.0 * math.sqrt(mean))
     tile = next((size for size in TOKEN_TILES if load <= size), TOKEN_TILES[-1])
-    return LaunchPlan(token_tile=tile, splits=5 if tokens <= 2 else 1)
+    return LaunchPlan(token_tile=tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +112,9 @@ class MoeWorkspace:
         self.tiles = torch.empty(tiles, 4, dtype=torch.int32, device=device)
         self.tile_count = torch.zeros(1, dtype=torch.int32, device=device)
         self.logits = torch.empty(max_tokens, all_experts, dtype=torch.float32, device=device)
-        self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self.tickets = torch.zeros(1 + max_tokens, dtype=torch.int32, device=device)
         self.hidden = torch.empty(pairs, DIM, dtype=torch.bfloat16, device=device)
-        # Slices pay for a few tokens only, whose partial sums are small anyway.
-        rows = max(pairs, 5 * min(pairs, MAX_SPLIT_PAIRS))
-        self.partial = torch.empty(rows, DIM, dtype=torch.float32, device=device)
+        self.partial = torch.empty(pairs, DIM, dtype=torch.float32, device=device)
 
 
 def route_grouped(
@@ -144,7 +136,7 @@ def route_grouped(
     launch(
         "route",
         *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), workspace.logits.data_ptr()),
-        *(ids.data_ptr(), weights.data_ptr(), workspace.ticket.data_ptr(), tokens, workspace.all_experts),
+        *(ids.data_ptr(), weights.data_ptr(), workspace.tickets.data_ptr(), tokens, workspace.all_experts),
         *(workspace.order.data_ptr(), workspace.tiles.data_ptr(), workspace.tile_count.data_ptr()),
         *(workspace.first_expert, workspace.experts, plan.token_tile, int(plan.overlap)),
     )
@@ -192,8 +184,8 @@ def moe_streamed(
     run_experts(x, routing, experts, workspace)
     launch(
         "combine",
-        *(workspace.partial.data_ptr(), routing.expert_ids.data_ptr(), out.data_ptr(), tokens, TOP_K),
-        *(routing.plan.splits, workspace.first_expert, workspace.experts, int(routing.plan.overlap)),
+        *(workspace.partial.data_ptr(), routing.expert_ids.data_ptr(), out.data_ptr(), tokens),
+        *(workspace.first_expert, workspace.experts, int(routing.plan.overlap)),
     )
     return out
 
@@ -225,8 +217,8 @@ def moe_add_rms_norm(
     launch(
         "combine_norm",
         *(workspace.partial.data_ptr(), routing.expert_ids.data_ptr(), residual.data_ptr()),
-        *(norm_weight.data_ptr(), out.data_ptr(), residual.data_ptr(), eps, tokens, TOP_K),
-        *(routing.plan.splits, workspace.first_expert, workspace.experts, int(routing.plan.overlap)),
+        *(norm_weight.data_ptr(), out.data_ptr(), residual.data_ptr(), eps, tokens),
+        *(workspace.first_expert, workspace.experts, int(routing.plan.overlap)),
     )
     return out
 
@@ -235,20 +227,17 @@ def run_experts(x: Tensor, routing: Routing, experts: StreamedExperts, workspace
     """Both projections, without the combine: x -> workspace.hidden -> workspace.partial."""
     if experts.experts != workspace.experts:
         raise ValueError(f"weights of {experts.experts} experts, the workspace is for {workspace.experts}")
-    pairs = x.shape[0] * TOP_K
     plan = routing.plan
-    if pairs * plan.splits > workspace.partial.shape[0]:
-        raise ValueError(f"{plan.splits} splits of {pairs} pairs do not fit the workspace")
     grouping = (routing.order.data_ptr(), routing.tiles.data_ptr(), routing.tile_count.data_ptr())
     launch(
         "gate_up",
         *(experts.gate_up.data_ptr(), experts.gate_up_bias.data_ptr(), x.data_ptr(), *grouping),
-        *(workspace.hidden.data_ptr(), pairs, TOP_K, plan.token_tile, workspace.blocks, int(plan.overlap)),
+        *(workspace.hidden.data_ptr(), TOP_K, plan.token_tile, workspace.blocks, int(plan.overlap)),
     )
     launch(
         "down",
         *(experts.down.data_ptr(), experts.down_bias.data_ptr(), workspace.hidden.data_ptr(), *grouping),
-        *(routing.expert_weights.data_ptr(), workspace.partial.data_ptr(), pairs, plan.splits),
+        *(routing.expert_weights.data_ptr(), workspace.partial.data_ptr()),
         *(plan.token_tile, workspace.blocks, int(plan.overlap)),
     )
 

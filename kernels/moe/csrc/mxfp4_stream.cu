@@ -6,9 +6,9 @@
 // operations per 16 x 32 weights and warp, and the operand that is shared by all rows, the activations, is
 // read by the tensor core from shared memory.
 //
-// One block per SM: a producer thread keeps a ring of shared-memory stages full with bulk copies; three
-// consumer warpgroups each take a third of K. Work is an ordered list of items (token tile, 64 weight rows,
-// K slice) cut into equal contiguous runs, one per block, so a block changes its token tile rarely.
+// One block per SM: a producer thread keeps a ring of shared-memory stages full with bulk copies; three or five
+// consumer warpgroups each take an equal part of K. Work is an ordered list of items (token tile, 64 weight rows)
+// cut into equal contiguous runs, one per block, so a block changes its token tile rarely.
 
 #include "hopper.cuh"
 
@@ -22,28 +22,67 @@ constexpr int kStageBlocks = 6;
 constexpr int kStages = kBlocks / kStageBlocks;  // 15 per row tile
 constexpr int kStageWeightBytes = kStageBlocks * kTileRows * 16;
 constexpr int kStageBytes = kStageWeightBytes + kStageBlocks * kTileRows;  // weights, then scales
-constexpr int kGroups = 3;                                                // consumer warpgroups
-constexpr int kConsumers = kGroups * 128;
-constexpr int kThreads = kConsumers + 32;
 constexpr int kChunk = 8;  // activation elements per thread and token; 360 threads cover a token
 constexpr int kSharedLimit = 232448;
+constexpr int kStaticBytes = 1024;  // barriers and the token table
 
 // Names of the hardware barriers; 0 is __syncthreads().
 constexpr int kActivationBarrier = 1;
 constexpr int kReducedBarrier = 2;   // + buffer
 constexpr int kReleasedBarrier = 4;  // + buffer
 
-template <int N>
-struct Geometry {
-  static constexpr int kActivationBytes = kDim * N;  // of the high or the low halves
-  static constexpr int kReduceBuffers = N <= 16 ? 2 : 1;
-  static constexpr int kReduceFloats = kTileRows * N;  // one warpgroup's partial sums
+// What was measured best for a tile of TOKENS tokens.
+// kGroups: consumer warpgroups, each takes 1 / kGroups of K (3 or 5).
+// kBatch: blocks whose products are in flight between two waits.
+// kSideBySide: high and low parts are columns of one product; otherwise two products add up in place.
+template <int TOKENS>
+struct Tuning;
+#ifndef ANTIPHON_TUNE_4
+#define ANTIPHON_TUNE_4 561
+#endif
+#ifndef ANTIPHON_TUNE_8
+#define ANTIPHON_TUNE_8 531
+#endif
+#ifndef ANTIPHON_TUNE_16
+#define ANTIPHON_TUNE_16 530
+#endif
+#ifndef ANTIPHON_TUNE_24
+#define ANTIPHON_TUNE_24 330
+#endif
+template <int CODE>
+struct TuningOf {
+  static constexpr int kGroups = CODE / 100;
+  static constexpr int kBatch = CODE / 10 % 10;
+  static constexpr bool kSideBySide = CODE % 10 == 1;
+};
+template <>
+struct Tuning<4> : TuningOf<ANTIPHON_TUNE_4> {};
+template <>
+struct Tuning<8> : TuningOf<ANTIPHON_TUNE_8> {};
+template <>
+struct Tuning<16> : TuningOf<ANTIPHON_TUNE_16> {};
+template <>
+struct Tuning<24> : TuningOf<ANTIPHON_TUNE_24> {};
+
+template <int TOKENS>
+struct Geometry : Tuning<TOKENS> {
+  using Tuning<TOKENS>::kGroups;
+  using Tuning<TOKENS>::kSideBySide;
+  static constexpr int kConsumers = kGroups * 128;
+  static constexpr int kThreads = kConsumers + 32;
+  static constexpr int kRows = kSideBySide ? 2 * TOKENS : TOKENS;  // columns of a product
+  static constexpr int kWidth = TOKENS < 8 ? 8 : TOKENS;           // columns after high and low are added
+  static constexpr int kActivationBytes = 2 * kDim * TOKENS;
+  // High and low parts of a token: rows of the same core matrices, or of two regions.
+  static constexpr int kLowOffset = kSideBySide ? TOKENS * 16 : kDim * TOKENS;
+  static constexpr int kReduceBuffers = TOKENS <= 8 ? 2 : 1;
+  static constexpr int kReduceFloats = kTileRows * kWidth;  // one warpgroup's partial sums
   static constexpr int kReduceBytes = kReduceBuffers * (kGroups - 1) * kReduceFloats * 4;
-  static constexpr int kFixedBytes = 2 * kActivationBytes + kReduceBytes + 1024;
+  static constexpr int kFixedBytes = kActivationBytes + kReduceBytes + kStaticBytes;
   static constexpr int kDepth = (kSharedLimit - kFixedBytes) / (kStageBytes * kGroups);  // stages a warpgroup
   static constexpr int kSlots = kDepth * kGroups;
-  static constexpr int kSharedBytes = kFixedBytes + kSlots * kStageBytes;
-  static constexpr int kBatch = N <= 16 ? kStageBlocks : 3;  // blocks in flight between two waits
+  static constexpr int kDynamicBytes = kActivationBytes + kReduceBytes + kSlots * kStageBytes;
+  static_assert(kDepth >= 1 && kRows % 8 == 0 && kStageBlocks % Tuning<TOKENS>::kBatch == 0 && kStages % kGroups == 0);
 };
 
 struct Arguments {
@@ -55,23 +94,13 @@ struct Arguments {
   const int* tile_count;
   const __nv_bfloat16* pair_weight;  // [pairs]
   void* out;
-  int pairs;
   int top_k;
   int row_tiles;
-  int splits;  // K slices that become separate items: 1 or 5
 };
 
 struct Item {
-  int tile, row_tile, slice;
+  int tile, row_tile;
 };
-
-__device__ __forceinline__ Item item_at(const Arguments& a, int index) {
-  const int per_tile = a.row_tiles * a.splits;
-  const int tile = index / per_tile;
-  const int rest = index - tile * per_tile;
-  const int row_tile = rest / a.splits;
-  return {tile, row_tile, rest - row_tile * a.splits};
-}
 
 // Two registers of four e4m3 bytes out of eight packed FP4 codes. Per byte, bits 7 4 3 2 are sign, exponent
 // and mantissa of the first value where e4m3 wants them; bits 5 6 1 0 are those of the second. The value read
@@ -90,14 +119,15 @@ struct TokenTable {
 };
 
 // Reads the tile's activations, splits them into e4m3 high and low parts and lays them out for wgmma:
-// [90 blocks][2 halves of 16 columns][N tokens][16 bytes]. Tokens beyond the count are left as they are: they
-// only reach columns that nobody reads.
-template <int N, bool GATHER>
-__device__ __forceinline__ void load_tokens(const Arguments& a, int4 tile, uint8_t* high, uint8_t* low,
-                                            TokenTable& table) {
+// [90 blocks][2 halves of 16 columns][rows][16 bytes]. Tokens beyond the count are left as they are: they only
+// reach columns that nobody reads.
+template <int TOKENS, bool GATHER>
+__device__ __forceinline__ void load_tokens(const Arguments& a, int4 tile, uint8_t* high, TokenTable& table) {
+  using G = Geometry<TOKENS>;
+  constexpr int kConsumers = G::kConsumers;
   const int thread = threadIdx.x;
   barrier_sync(kActivationBarrier, kConsumers);  // the previous tile is no longer read
-  if (thread < N) {
+  if (thread < TOKENS) {
     table.peak[thread] = 0;
     if (thread < tile.z) {
       const int slot = tile.y + thread;
@@ -106,8 +136,9 @@ __device__ __forceinline__ void load_tokens(const Arguments& a, int4 tile, uint8
       table.weight[thread] = GATHER ? 0.0f : __bfloat162float(a.pair_weight[pair]);
     }
   }
+  grid_dependency_wait();  // the activations come from the predecessor; returns at once after the first time
   barrier_sync(kActivationBarrier, kConsumers);
-  constexpr int kAtOnce = 8;
+  constexpr int kAtOnce = TOKENS < 8 ? TOKENS : 8;
 #pragma unroll 1
   for (int base = 0; base < tile.z; base += kAtOnce) {
     uint4 raw[kAtOnce];
@@ -155,9 +186,9 @@ __device__ __forceinline__ void load_tokens(const Arguments& a, int4 tile, uint8
           low_words[i / 2] |= static_cast<uint32_t>(rest) << (16 * (i % 2));
         }
         const int half_block = thread / 2;  // 16 columns
-        const int offset = half_block * (N * 16) + n * 16 + (thread % 2) * 8;
-        *reinterpret_cast<uint2*>(high + offset) = make_uint2(high_words[0], high_words[1]);
-        *reinterpret_cast<uint2*>(low + offset) = make_uint2(low_words[0], low_words[1]);
+        uint8_t* place = high + half_block * (G::kRows * 16) + n * 16 + (thread % 2) * 8;
+        *reinterpret_cast<uint2*>(place) = make_uint2(high_words[0], high_words[1]);
+        *reinterpret_cast<uint2*>(place + G::kLowOffset) = make_uint2(low_words[0], low_words[1]);
       }
     }
   }
@@ -165,18 +196,18 @@ __device__ __forceinline__ void load_tokens(const Arguments& a, int4 tile, uint8
   barrier_sync(kActivationBarrier, kConsumers);
 }
 
-// One stage: 64 rows x 192 columns times N tokens, added to acc.
-template <int N>
+// One stage: 64 rows x 192 columns times the tile's tokens, added to acc. `activations` is the stage's first block.
+template <int TOKENS>
 __device__ __forceinline__ void multiply_stage(const uint4 (&packed)[3], const uint32_t (&scales)[3],
-                                               uint32_t high, uint32_t low, float (&acc)[N / 8][4]) {
-  constexpr int kBatch = Geometry<N>::kBatch;
-  constexpr uint32_t kBlockStep = 2 * N;  // in units of 16 bytes
-  const uint64_t high_operand = wgmma_descriptor(high, N * 16, 128);
-  const uint64_t low_operand = wgmma_descriptor(low, N * 16, 128);
+                                               uint32_t activations, float (&acc)[Geometry<TOKENS>::kRows / 8][4]) {
+  using G = Geometry<TOKENS>;
+  constexpr int kBatch = G::kBatch, kRows = G::kRows;
+  constexpr uint32_t kBlockStep = 2 * kRows;  // in units of 16 bytes
+  const uint64_t operand = wgmma_descriptor(activations, kRows * 16, 128);
 #pragma unroll
   for (int begin = 0; begin < kStageBlocks; begin += kBatch) {
     uint32_t a[kBatch][4];
-    float part[kBatch][N / 8][4];
+    float part[kBatch][kRows / 8][4];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int block = begin + i;
@@ -184,11 +215,19 @@ __device__ __forceinline__ void multiply_stage(const uint4 (&packed)[3], const u
       expand(block % 2 ? words.z : words.x, a[i][0], a[i][1]);
       expand(block % 2 ? words.w : words.y, a[i][2], a[i][3]);
     }
+#ifndef ANTIPHON_NO_PIN
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) pin(a[i][r]);
+    }
+#endif
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      wgmma_e4m3<N, 0>(part[i], a[i], high_operand + (begin + i) * kBlockStep);
-      wgmma_e4m3<N, 1>(part[i], a[i], low_operand + (begin + i) * kBlockStep);
+      wgmma_e4m3<kRows, 0>(part[i], a[i], operand + (begin + i) * kBlockStep);
+      if constexpr (!G::kSideBySide)
+        wgmma_e4m3<kRows, 1>(part[i], a[i], operand + (begin + i) * kBlockStep + G::kLowOffset / 16);
     }
     wgmma_commit();
     wgmma_wait_all();
@@ -199,12 +238,31 @@ __device__ __forceinline__ void multiply_stage(const uint4 (&packed)[3], const u
       const float upper = __uint_as_float((block % 2 ? word << 7 : word << 23) & 0x7F800000u);
       const float lower = __uint_as_float((block % 2 ? word >> 1 : word << 15) & 0x7F800000u);
 #pragma unroll
-      for (int j = 0; j < N / 8; ++j) {
+      for (int j = 0; j < kRows / 8; ++j) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           pin(part[i][j][c]);
           acc[j][c] = fmaf(part[i][j][c], c < 2 ? upper : lower, acc[j][c]);
         }
+      }
+    }
+  }
+}
+
+// Adds the products of the high and the low parts where they are different columns.
+template <int TOKENS>
+__device__ __forceinline__ void add_parts(const float (&acc)[Geometry<TOKENS>::kRows / 8][4],
+                                          float (&sum)[Geometry<TOKENS>::kWidth / 8][4]) {
+#pragma unroll
+  for (int j = 0; j < Geometry<TOKENS>::kWidth / 8; ++j) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if constexpr (!Geometry<TOKENS>::kSideBySide) {
+        sum[j][c] = acc[j][c];
+      } else if constexpr (TOKENS == 4) {  // columns 0..3 and 4..7: two lanes apart
+        sum[j][c] = acc[j][c] + __shfl_xor_sync(0xFFFFFFFFu, acc[j][c], 2);
+      } else {
+        sum[j][c] = acc[j][c] + acc[j + TOKENS / 8][c];
       }
     }
   }
@@ -217,13 +275,13 @@ __device__ __forceinline__ float clamped_swiglu(float gate, float up) {
 }
 
 // GATED: first projection, activations gathered by token, SwiGLU, bf16 out [slots, 2880].
-// Otherwise: second projection, activations by slot, routing weight, float32 out [splits, pairs, 2880].
-template <int N, bool GATED>
-__device__ __forceinline__ void store_tile(const Arguments& a, const float (&acc)[N / 8][4], int4 tile, Item item,
+// Otherwise: second projection, activations by slot, routing weight, float32 out [pairs, 2880].
+template <int WIDTH, bool GATED>
+__device__ __forceinline__ void store_tile(const Arguments& a, const float (&acc)[WIDTH / 8][4], int4 tile, Item item,
                                            float2 bias, const TokenTable& table) {
   const int warp = (threadIdx.x % 128) / 32, g = (threadIdx.x % 32) / 4, t = threadIdx.x % 4;
 #pragma unroll
-  for (int j = 0; j < N / 8; ++j) {
+  for (int j = 0; j < WIDTH / 8; ++j) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int n = 8 * j + 2 * t + c;
@@ -235,7 +293,7 @@ __device__ __forceinline__ void store_tile(const Arguments& a, const float (&acc
         auto* out = static_cast<__nv_bfloat16*>(a.out) + row * kDim + item.row_tile * 32 + warp * 8 + g;
         *out = __float2bfloat16_rn(clamped_swiglu(upper, lower));
       } else {
-        const size_t row = static_cast<size_t>(item.slice) * a.pairs + table.slot_or_pair[n];
+        const size_t row = table.slot_or_pair[n];
         float* out = static_cast<float*>(a.out) + row * kDim + item.row_tile * 64 + warp * 16 + g;
         out[0] = table.weight[n] * upper;
         out[8] = table.weight[n] * lower;
@@ -244,14 +302,71 @@ __device__ __forceinline__ void store_tile(const Arguments& a, const float (&acc
   }
 }
 
-template <int N, bool GATED>
-__global__ void __launch_bounds__(kThreads, 1) stream_gemm(const __grid_constant__ Arguments a) {
-  using G = Geometry<N>;
+// Sum over the warpgroups' parts of K, always in the order 0, 1, 2, ...; true in the warpgroup that holds it.
+template <int TOKENS>
+__device__ __forceinline__ bool reduce_groups(float (&sum)[Geometry<TOKENS>::kWidth / 8][4], float* reduce, int group,
+                                              int buffer, bool written_before, bool written_again) {
+  using G = Geometry<TOKENS>;
+  float* partial = reduce + buffer * (G::kGroups - 1) * G::kReduceFloats + threadIdx.x % 128;
+  if (group != 0) {
+    if (written_before) barrier_sync(kReleasedBarrier + buffer, G::kConsumers);
+    float* mine = partial + (group - 1) * G::kReduceFloats;
+#pragma unroll
+    for (int j = 0; j < G::kWidth / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) mine[(j * 4 + c) * 128] = sum[j][c];
+    }
+    barrier_arrive(kReducedBarrier + buffer, G::kConsumers);
+    return false;
+  }
+  barrier_sync(kReducedBarrier + buffer, G::kConsumers);
+#pragma unroll
+  for (int j = 0; j < G::kWidth / 8; ++j) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+#pragma unroll
+      for (int other = 0; other < G::kGroups - 1; ++other)
+        sum[j][c] += partial[other * G::kReduceFloats + (j * 4 + c) * 128];
+    }
+  }
+  if (written_again) barrier_arrive(kReleasedBarrier + buffer, G::kConsumers);
+  return true;
+}
+
+// Position in the ring of stages: `depth` slots for each warpgroup. The producer and each consumer walk it in
+// step; `turn` counts the times around.
+template <int TOKENS>
+struct Ring {
+  uint32_t stages, full, empty;
+  int depth = 0;
+  uint32_t turn = 0;
+
+  __device__ __forceinline__ int index(int group) const { return depth * Geometry<TOKENS>::kGroups + group; }
+  __device__ __forceinline__ void advance() {
+    if (++depth == Geometry<TOKENS>::kDepth) {
+      depth = 0;
+      ++turn;
+    }
+  }
+  __device__ __forceinline__ void fill(int group, const uint8_t* source) const {
+    const int slot = index(group);
+    mbarrier_wait(empty + 8 * slot, (turn & 1) ^ 1);  // a fresh barrier passes the wait for the turn before its first
+    mbarrier_expect(full + 8 * slot, kStageBytes);
+    bulk_copy(stages + slot * kStageBytes, source, kStageBytes, full + 8 * slot);
+  }
+  __device__ __forceinline__ void wait_full(int group) const { mbarrier_wait(full + 8 * index(group), turn & 1); }
+  __device__ __forceinline__ void release(int group) const { mbarrier_arrive(empty + 8 * index(group)); }
+};
+
+template <int TOKENS, bool GATED>
+__global__ void __launch_bounds__(Geometry<TOKENS>::kThreads, 1)
+    stream_gemm(const __grid_constant__ Arguments a) {
+  using G = Geometry<TOKENS>;
+  constexpr int kGroups = G::kGroups, kGroupStages = kStages / kGroups, kBlockBytes = 2 * G::kRows * 16;
   extern __shared__ __align__(1024) uint8_t shared[];
   uint8_t* ring = shared;
-  uint8_t* high = ring + G::kSlots * kStageBytes;
-  uint8_t* low = high + G::kActivationBytes;
-  float* reduce = reinterpret_cast<float*>(low + G::kActivationBytes);
+  uint8_t* activations = ring + G::kSlots * kStageBytes;
+  float* reduce = reinterpret_cast<float*>(activations + G::kActivationBytes);
   __shared__ __align__(8) uint64_t full[G::kSlots], empty[G::kSlots];
   __shared__ TokenTable table;
 
@@ -268,60 +383,52 @@ __global__ void __launch_bounds__(kThreads, 1) stream_gemm(const __grid_constant
   // the first has passed this wait, so its routing is complete: only its activations must be waited for, and
   // its weights can start to stream before.
   if (GATED) grid_dependency_wait();
-  const int total = *a.tile_count * a.row_tiles * a.splits;
+  const int total = *a.tile_count * a.row_tiles;
   const int first = static_cast<int>(static_cast<long long>(total) * blockIdx.x / gridDim.x);
   const int last = static_cast<int>(static_cast<long long>(total) * (blockIdx.x + 1) / gridDim.x);
-  const int item_stages = kStages / a.splits, group_stages = item_stages / kGroups;
 
-  if (group == kGroups) {  // producer
-    if (threadIdx.x % 32 != 0) return;
-    int depth = 0;
-    uint32_t parity = 1;  // a fresh barrier passes the wait for the phase before its first
-    for (int index = first; index < last; ++index) {
-      const Item item = item_at(a, index);
-      const size_t row_tile = static_cast<size_t>(a.tiles[item.tile].x) * a.row_tiles + item.row_tile;
-      const uint8_t* source = a.weights + (row_tile * kStages + item.slice * item_stages) * kStageBytes;
-      for (int s = 0; s < group_stages; ++s) {
-        for (int w = 0; w < kGroups; ++w) {
-          const int slot = depth * kGroups + w;
-          mbarrier_wait(shared_address(&empty[slot]), parity);
-          mbarrier_expect(shared_address(&full[slot]), kStageBytes);
-          bulk_copy(shared_address(ring + slot * kStageBytes), source + (w * group_stages + s) * kStageBytes,
-                    kStageBytes, shared_address(&full[slot]));
-        }
-        if (++depth == G::kDepth) {
-          depth = 0;
-          parity ^= 1;
+  if (group == kGroups) {
+    if (threadIdx.x % 32 == 0) {
+      Ring<TOKENS> slots = {shared_address(ring), shared_address(full), shared_address(empty)};
+      for (int index = first; index < last; ++index) {
+        const Item item = {index / a.row_tiles, index % a.row_tiles};
+        const size_t row_tile = static_cast<size_t>(a.tiles[item.tile].x) * a.row_tiles + item.row_tile;
+        const uint8_t* source = a.weights + row_tile * kStages * kStageBytes;
+        for (int s = 0; s < kGroupStages; ++s) {
+          for (int w = 0; w < kGroups; ++w) slots.fill(w, source + (w * kGroupStages + s) * kStageBytes);
+          slots.advance();
         }
       }
     }
     return;
   }
 
-  if (!GATED) grid_dependency_wait();
-  if (threadIdx.x == 0) grid_dependency_trigger();
+  if (first == last) {  // even so, this kernel must not finish before its predecessor
+    grid_dependency_wait();
+    return;
+  }
   const int lane = threadIdx.x % 32, warp = (threadIdx.x % 128) / 32, g = lane / 4;
-  int depth = 0, loaded_tile = -1;
-  uint32_t parity = 0;
+  Ring<TOKENS> slots = {shared_address(ring), shared_address(full), shared_address(empty)};
+  int loaded_tile = -1;
   int4 tile = make_int4(0, 0, 0, 0);
   for (int index = first; index < last; ++index) {
-    const Item item = item_at(a, index);
+    const Item item = {index / a.row_tiles, index % a.row_tiles};
     if (item.tile != loaded_tile) {
       loaded_tile = item.tile;
       tile = a.tiles[loaded_tile];
-      load_tokens<N, GATED>(a, tile, high, low, table);
+      load_tokens<TOKENS, GATED>(a, tile, activations, table);
+      if (threadIdx.x == 0 && index == first) grid_dependency_trigger();
     }
     float2 bias = make_float2(0.0f, 0.0f);
-    if (group == 0 && item.slice == 0) {  // early, so that the epilogue does not wait for memory
+    if (group == 0) {  // early, so that the epilogue does not wait for memory
       const int row = item.row_tile * kTileRows + warp * 16 + (GATED ? 2 * g : g);
       const __nv_bfloat16* source = a.bias + static_cast<size_t>(tile.x) * a.row_tiles * kTileRows + row;
       bias = make_float2(__bfloat162float(source[0]), __bfloat162float(source[GATED ? 1 : 8]));
     }
-    float acc[N / 8][4] = {};
-    for (int s = 0; s < group_stages; ++s) {
-      const int slot = depth * kGroups + group;
-      const uint8_t* stage = ring + slot * kStageBytes;
-      mbarrier_wait(shared_address(&full[slot]), parity);
+    float acc[G::kRows / 8][4] = {};
+    for (int s = 0; s < kGroupStages; ++s) {
+      slots.wait_full(group);
+      const uint8_t* stage = ring + slots.index(group) * kStageBytes;
       uint4 packed[3];
       uint32_t scales[3];
 #pragma unroll
@@ -330,55 +437,33 @@ __global__ void __launch_bounds__(kThreads, 1) stream_gemm(const __grid_constant
         scales[i] = *reinterpret_cast<const uint32_t*>(stage + kStageWeightBytes + (warp * 8 + g) * 12 + i * 4);
       }
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared_address(&empty[slot]));
-      const int k_stage = item.slice * item_stages + group * group_stages + s;
-      const uint32_t offset = k_stage * kStageBlocks * (2 * N * 16);
-      multiply_stage<N>(packed, scales, shared_address(high) + offset, shared_address(low) + offset, acc);
-      if (++depth == G::kDepth) {
-        depth = 0;
-        parity ^= 1;
-      }
+      if (lane == 0) slots.release(group);
+      slots.advance();
+      const int block = (group * kGroupStages + s) * kStageBlocks;
+      multiply_stage<TOKENS>(packed, scales, shared_address(activations) + block * kBlockBytes, acc);
     }
-    // Sum of the three thirds of K, always in the order 0, 1, 2.
-    const int done = index - first, buffer = done % G::kReduceBuffers, thread = threadIdx.x % 128;
-    float* partial = reduce + buffer * (kGroups - 1) * G::kReduceFloats;
-    if (group != 0) {
-      if (done >= G::kReduceBuffers) barrier_sync(kReleasedBarrier + buffer, kConsumers);
-      float* mine = partial + (group - 1) * G::kReduceFloats;
-#pragma unroll
-      for (int j = 0; j < N / 8; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) mine[(j * 4 + c) * 128 + thread] = acc[j][c];
-      }
-      barrier_arrive(kReducedBarrier + buffer, kConsumers);
-    } else {
-      barrier_sync(kReducedBarrier + buffer, kConsumers);
-#pragma unroll
-      for (int j = 0; j < N / 8; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const int at = (j * 4 + c) * 128 + thread;
-          acc[j][c] = (acc[j][c] + partial[at]) + partial[G::kReduceFloats + at];
-        }
-      }
-      if (index + G::kReduceBuffers < last) barrier_arrive(kReleasedBarrier + buffer, kConsumers);
-      store_tile<N, GATED>(a, acc, tile, item, bias, table);
-    }
+    float sum[G::kWidth / 8][4];
+    add_parts<TOKENS>(acc, sum);
+    const int done = index - first, buffer = done % G::kReduceBuffers;
+    const bool written_before = done >= G::kReduceBuffers, written_again = index + G::kReduceBuffers < last;
+    if (reduce_groups<TOKENS>(sum, reduce, group, buffer, written_before, written_again))
+      store_tile<G::kWidth, GATED>(a, sum, tile, item, bias, table);
   }
 }
 
-template <int N, bool GATED>
+template <int TOKENS, bool GATED>
 cudaError_t start(const Arguments& a, int grid, cudaStream_t stream, bool overlap) {
+  using G = Geometry<TOKENS>;
   static const cudaError_t prepared = cudaFuncSetAttribute(
-      stream_gemm<N, GATED>, cudaFuncAttributeMaxDynamicSharedMemorySize, Geometry<N>::kSharedBytes - 1024);
+      stream_gemm<TOKENS, GATED>, cudaFuncAttributeMaxDynamicSharedMemorySize, G::kDynamicBytes);
   if (prepared != cudaSuccess) return prepared;
-  return launch(stream_gemm<N, GATED>, dim3(grid), dim3(kThreads), Geometry<N>::kSharedBytes - 1024, stream, overlap,
-                a);
+  return launch(stream_gemm<TOKENS, GATED>, dim3(grid), dim3(G::kThreads), G::kDynamicBytes, stream, overlap, a);
 }
 
 template <bool GATED>
 cudaError_t start(int token_tile, const Arguments& a, int grid, cudaStream_t stream, bool overlap) {
   switch (token_tile) {
+    case 4: return start<4, GATED>(a, grid, stream, overlap);
     case 8: return start<8, GATED>(a, grid, stream, overlap);
     case 16: return start<16, GATED>(a, grid, stream, overlap);
     case 24: return start<24, GATED>(a, grid, stream, overlap);
@@ -391,7 +476,7 @@ cudaError_t start(int token_tile, const Arguments& a, int grid, cudaStream_t str
 
 // hidden[slot, 2880] = swiglu(gate_up[expert] x[token] + bias), bf16.
 extern "C" int antiphon_moe_gate_up(const void* weights, const void* bias, const void* x, const int* order,
-                                    const void* tiles, const int* tile_count, void* hidden, int pairs, int top_k,
+                                    const void* tiles, const int* tile_count, void* hidden, int top_k,
                                     int token_tile, int grid, int overlap, void* stream) {
   const antiphon::Arguments a = {static_cast<const uint8_t*>(weights),
                                  static_cast<const __nv_bfloat16*>(bias),
@@ -401,18 +486,15 @@ extern "C" int antiphon_moe_gate_up(const void* weights, const void* bias, const
                                  tile_count,
                                  nullptr,
                                  hidden,
-                                 pairs,
                                  top_k,
-                                 2 * antiphon::kDim / antiphon::kTileRows,
-                                 1};
+                                 2 * antiphon::kDim / antiphon::kTileRows};
   return antiphon::start<true>(token_tile, a, grid, static_cast<cudaStream_t>(stream), overlap != 0);
 }
 
-// partial[split, pair, 2880] = weight[pair] * (down[expert] hidden[slot] + bias), float32; the bias is in split 0.
+// partial[pair, 2880] = weight[pair] * (down[expert] hidden[slot] + bias), float32.
 extern "C" int antiphon_moe_down(const void* weights, const void* bias, const void* hidden, const int* order,
                                  const void* tiles, const int* tile_count, const void* pair_weight, float* partial,
-                                 int pairs, int splits, int token_tile, int grid, int overlap, void* stream) {
-  if (splits != 1 && splits != 5) return cudaErrorInvalidValue;
+                                 int token_tile, int grid, int overlap, void* stream) {
   const antiphon::Arguments a = {static_cast<const uint8_t*>(weights),
                                  static_cast<const __nv_bfloat16*>(bias),
                                  static_cast<const __nv_bfloat16*>(hidden),
@@ -421,9 +503,7 @@ extern "C" int antiphon_moe_down(const void* weights, const void* bias, const vo
                                  tile_count,
                                  static_cast<const __nv_bfloat16*>(pair_weight),
                                  partial,
-                                 pairs,
                                  1,
-                                 antiphon::kDim / antiphon::kTileRows,
-                                 splits};
+                                 antiphon::kDim / antiphon::kTileRows};
   return antiphon::start<false>(token_tile, a, grid, static_cast<cudaStream_t>(stream), overlap != 0);
 }

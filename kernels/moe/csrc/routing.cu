@@ -13,7 +13,7 @@ constexpr int kMaxExperts = 128;
 constexpr int kMaxPairs = 2048;
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kTokens = 8;          // tokens per block of the logits
+constexpr int kMaxTokens = 8;       // tokens per block of the logits, at most
 constexpr int kExperts = 4;         // experts per block of the logits, four warps each
 constexpr int kChunks = kHidden / 8;
 
@@ -28,69 +28,86 @@ struct Grouping {
 
 struct Scratch {
   short expert[kMaxPairs];  // local expert of each pair, -1 when it is not ours
+  short before[kMaxPairs / 32][kMaxExperts];  // of each 32 pairs: an expert's pairs in it, then in all earlier ones
   int count[kMaxExperts], first[kMaxExperts], first_tile[kMaxExperts];
 };
 
-// Called by a whole block, after scratch.expert is written and synchronised.
+// Exclusive prefix sums over experts by one warp: first slot and first tile of each; returns the tiles in all.
+__device__ int place_experts(const Grouping& g, Scratch& scratch) {
+  constexpr int kEach = kMaxExperts / 32;
+  const int lane = threadIdx.x % 32;
+  int slots[kEach], tiles[kEach], slot_sum = 0, tile_sum = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int expert = lane * kEach + i;
+    const int count = expert < g.experts ? scratch.count[expert] : 0;
+    slots[i] = slot_sum;
+    tiles[i] = tile_sum;
+    slot_sum += count;
+    tile_sum += (count + g.token_tile - 1) / g.token_tile;
+  }
+  int slot_end = slot_sum, tile_end = tile_sum;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int slot_before = __shfl_up_sync(0xFFFFFFFFu, slot_end, step);
+    const int tile_before = __shfl_up_sync(0xFFFFFFFFu, tile_end, step);
+    if (lane >= step) {
+      slot_end += slot_before;
+      tile_end += tile_before;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int expert = lane * kEach + i;
+    if (expert < g.experts) {
+      scratch.first[expert] = slot_end - slot_sum + slots[i];
+      scratch.first_tile[expert] = tile_end - tile_sum + tiles[i];
+    }
+  }
+  return __shfl_sync(0xFFFFFFFFu, tile_end, 31);
+}
+
+// A stable counting sort by expert. Called by a whole block, after scratch.expert is written and synchronised.
 __device__ void group_pairs(const Grouping& g, int pairs, Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int expert = warp; expert < g.experts; expert += kWarps) {
-    int count = 0;
-    for (int base = 0; base < pairs; base += 32) {
-      const bool match = base + lane < pairs && scratch.expert[base + lane] == expert;
-      count += __popc(__ballot_sync(0xFFFFFFFFu, match));
-    }
-    if (lane == 0) scratch.count[expert] = count;
+  const int chunks = (pairs + 31) / 32;
+  for (int i = threadIdx.x; i < chunks * kMaxExperts; i += kThreads) scratch.before[i / kMaxExperts][i % kMaxExperts] = 0;
+  __syncthreads();
+  for (int chunk = warp; chunk < chunks; chunk += kWarps) {
+    const int pair = chunk * 32 + lane;
+    const int expert = pair < pairs ? scratch.expert[pair] : -1;
+    const uint32_t peers = __match_any_sync(0xFFFFFFFFu, expert);
+    if (expert >= 0 && (peers & ((1u << lane) - 1)) == 0)
+      scratch.before[chunk][expert] = static_cast<short>(__popc(peers));
   }
   __syncthreads();
-  if (warp == 0) {  // exclusive prefix sums, four experts a lane
-    constexpr int kEach = kMaxExperts / 32;
-    int slots[kEach], tiles[kEach], slot_sum = 0, tile_sum = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int expert = lane * kEach + i;
-      const int count = expert < g.experts ? scratch.count[expert] : 0;
-      slots[i] = slot_sum;
-      tiles[i] = tile_sum;
-      slot_sum += count;
-      tile_sum += (count + g.token_tile - 1) / g.token_tile;
+  if (threadIdx.x < g.experts) {
+    int sum = 0;
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const int here = scratch.before[chunk][threadIdx.x];
+      scratch.before[chunk][threadIdx.x] = static_cast<short>(sum);
+      sum += here;
     }
-    int slot_end = slot_sum, tile_end = tile_sum;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int slot_before = __shfl_up_sync(0xFFFFFFFFu, slot_end, step);
-      const int tile_before = __shfl_up_sync(0xFFFFFFFFu, tile_end, step);
-      if (lane >= step) {
-        slot_end += slot_before;
-        tile_end += tile_before;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int expert = lane * kEach + i;
-      if (expert < g.experts) {
-        scratch.first[expert] = slot_end - slot_sum + slots[i];
-        scratch.first_tile[expert] = tile_end - tile_sum + tiles[i];
-      }
-    }
-    if (lane == 31) *g.tile_count = tile_end;
+    scratch.count[threadIdx.x] = sum;
   }
   __syncthreads();
-  for (int expert = warp; expert < g.experts; expert += kWarps) {
-    const int count = scratch.count[expert], first = scratch.first[expert];
-    if (count == 0) continue;
-    int slot = first;
-    for (int base = 0; base < pairs; base += 32) {
-      const bool match = base + lane < pairs && scratch.expert[base + lane] == expert;
-      const uint32_t mask = __ballot_sync(0xFFFFFFFFu, match);
-      if (match) g.order[slot + __popc(mask & ((1u << lane) - 1))] = base + lane;
-      slot += __popc(mask);
-    }
-    for (int i = lane; i * g.token_tile < count; i += 32) {
-      const int begin = i * g.token_tile;
-      g.tiles[scratch.first_tile[expert] + i] =
-          make_int4(expert, first + begin, min(g.token_tile, count - begin), 0);
-    }
+  if (warp == 0) {
+    const int tiles = place_experts(g, scratch);
+    if (lane == 0) *g.tile_count = tiles;
+  }
+  __syncthreads();
+  for (int chunk = warp; chunk < chunks; chunk += kWarps) {
+    const int pair = chunk * 32 + lane;
+    const int expert = pair < pairs ? scratch.expert[pair] : -1;
+    const uint32_t peers = __match_any_sync(0xFFFFFFFFu, expert);
+    if (expert >= 0)
+      g.order[scratch.first[expert] + scratch.before[chunk][expert] + __popc(peers & ((1u << lane) - 1))] = pair;
+  }
+  if (threadIdx.x < g.experts) {
+    const int expert = threadIdx.x, count = scratch.count[expert];
+    int4* tile = g.tiles + scratch.first_tile[expert];
+    for (int begin = 0; begin < count; begin += g.token_tile)
+      *tile++ = make_int4(expert, scratch.first[expert] + begin, min(g.token_tile, count - begin), 0);
   }
 }
 
@@ -168,7 +185,7 @@ struct RouteArguments {
   float* logits;                // [tokens, experts], scratch
   long long* ids;               // [tokens, 4]
   __nv_bfloat16* weights;       // [tokens, 4]
-  uint32_t* ticket;             // zero before the launch, and after it
+  uint32_t* tickets;            // [1 + token groups], zero before the launch and after it
   int tokens;
   int experts;
 };
@@ -176,35 +193,49 @@ struct RouteArguments {
 __device__ __forceinline__ float low_half(uint32_t word) { return __uint_as_float(word << 16); }
 __device__ __forceinline__ float high_half(uint32_t word) { return __uint_as_float(word & 0xFFFF0000u); }
 
-// Every block computes the logits of 8 tokens and 4 experts; the last one to finish chooses and groups.
-__global__ void __launch_bounds__(kThreads, 1)
-    route_kernel(const __grid_constant__ RouteArguments a, const __grid_constant__ Grouping g) {
-  __shared__ float partial[kExperts][4][kTokens];
-  __shared__ Scratch scratch;
-  __shared__ bool last;
+// True in every thread of the block that arrives last of `arrivals`; the others' writes are then visible. Resets
+// the ticket.
+__device__ bool arrive_last(uint32_t* ticket, uint32_t arrivals, bool& flag) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    flag = atomicAdd(ticket, 1) == arrivals - 1;
+    if (flag) *ticket = 0;
+  }
+  __syncthreads();
+  if (flag) __threadfence();
+  return flag;
+}
+
+// Logits of TOKENS tokens and 4 experts by one block, four warps an expert.
+template <int TOKENS>
+__device__ void block_logits(const RouteArguments& a, float (&partial)[kExperts][4][kMaxTokens]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int sub = warp / 4, quarter = warp % 4, expert = blockIdx.x * kExperts + sub;
-  const int first_token = blockIdx.y * kTokens;
+  const int sub = warp / 4, quarter = warp % 4, expert = min(blockIdx.x * kExperts + sub, a.experts - 1);
+  const int first_token = blockIdx.y * TOKENS;
   uint4 row[3];  // the router's weights are constant: fetched while the predecessor drains
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
     const int chunk = quarter * 32 + lane + 128 * i;
-    row[i] = make_uint4(0, 0, 0, 0);
-    if (chunk < kChunks && expert < a.experts)
-      row[i] = reinterpret_cast<const uint4*>(a.weight + static_cast<size_t>(expert) * kHidden)[chunk];
+    row[i] = make_uint4(0, 0, 0, 0);  // beyond the row: products of zero
+    if (chunk < kChunks) row[i] = reinterpret_cast<const uint4*>(a.weight + static_cast<size_t>(expert) * kHidden)[chunk];
   }
   grid_dependency_wait();
   grid_dependency_trigger();
-  float acc[kTokens] = {};
+  float acc[TOKENS] = {};
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
-    const int chunk = quarter * 32 + lane + 128 * i;
+    const int chunk = min(quarter * 32 + lane + 128 * i, kChunks - 1);
     const uint32_t w[4] = {row[i].x, row[i].y, row[i].z, row[i].w};
+    uint4 raw[TOKENS];  // all loads before the first use; tokens beyond the last repeat it
 #pragma unroll
-    for (int n = 0; n < kTokens; ++n) {
-      if (chunk >= kChunks || first_token + n >= a.tokens) continue;
-      const uint4 raw = reinterpret_cast<const uint4*>(a.x + static_cast<size_t>(first_token + n) * kHidden)[chunk];
-      const uint32_t x[4] = {raw.x, raw.y, raw.z, raw.w};
+    for (int n = 0; n < TOKENS; ++n) {
+      const size_t token = min(first_token + n, a.tokens - 1);
+      raw[n] = reinterpret_cast<const uint4*>(a.x + token * kHidden)[chunk];
+    }
+#pragma unroll
+    for (int n = 0; n < TOKENS; ++n) {
+      const uint32_t x[4] = {raw[n].x, raw[n].y, raw[n].z, raw[n].w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         acc[n] = fmaf(low_half(w[j]), low_half(x[j]), acc[n]);
@@ -213,27 +244,34 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
 #pragma unroll
-  for (int n = 0; n < kTokens; ++n) {
+  for (int n = 0; n < TOKENS; ++n) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) acc[n] += __shfl_xor_sync(0xFFFFFFFFu, acc[n], step);
     if (lane == 0) partial[sub][quarter][n] = acc[n];
   }
   __syncthreads();
-  if (threadIdx.x < kExperts * kTokens) {
-    const int s = threadIdx.x / kTokens, n = threadIdx.x % kTokens;
+  if (threadIdx.x < kExperts * TOKENS) {
+    const int s = threadIdx.x / TOKENS, n = threadIdx.x % TOKENS;
     const int e = blockIdx.x * kExperts + s, token = first_token + n;
     if (e < a.experts && token < a.tokens) {
       const float sum = (partial[s][0][n] + partial[s][1][n]) + (partial[s][2][n] + partial[s][3][n]);
       a.logits[static_cast<size_t>(token) * a.experts + e] = sum + __bfloat162float(a.bias[e]);
     }
-    __threadfence();
   }
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(a.ticket, 1) == gridDim.x * gridDim.y - 1;
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  for (int token = warp; token < a.tokens; token += kWarps) {
+}
+
+// Every block computes logits; of the blocks that share a token group the last one chooses its experts, and the
+// last block that chose groups all pairs.
+template <int TOKENS>
+__global__ void __launch_bounds__(kThreads, 1)
+    route_kernel(const __grid_constant__ RouteArguments a, const __grid_constant__ Grouping g) {
+  __shared__ float partial[kExperts][4][kMaxTokens];
+  __shared__ Scratch scratch;
+  __shared__ bool last;
+  block_logits<TOKENS>(a, partial);
+  if (!arrive_last(a.tickets + 1 + blockIdx.y, gridDim.x, last)) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.y * TOKENS + warp;
+  if (warp < TOKENS && token < a.tokens) {
     int chosen[4];
     choose_experts(a.logits + static_cast<size_t>(token) * a.experts, a.experts, a.ids + token * 4,
                    a.weights + token * 4, chosen);
@@ -242,37 +280,46 @@ __global__ void __launch_bounds__(kThreads, 1)
       scratch.expert[token * 4 + lane] = local_expert(g, id);
     }
   }
+  if (gridDim.y > 1) {
+    if (!arrive_last(a.tickets, gridDim.y, last)) return;
+    for (int i = threadIdx.x; i < a.tokens * 4; i += kThreads) scratch.expert[i] = local_expert(g, __ldcg(a.ids + i));
+  }
   __syncthreads();
   group_pairs(g, a.tokens * 4, scratch);
-  if (threadIdx.x == 0) *a.ticket = 0;
 }
 
+constexpr int kTopK = 4;
+
 struct CombineArguments {
-  const float* partial;          // [splits, tokens * top_k, kHidden]
-  const long long* ids;          // [tokens, top_k]
+  const float* partial;           // [tokens * 4, kHidden]
+  const long long* ids;           // [tokens, 4]
   const __nv_bfloat16* residual;  // [tokens, kHidden], of the fused form
   const __nv_bfloat16* norm;      // [kHidden]
   __nv_bfloat16* out;             // the sum, or its norm
   __nv_bfloat16* new_residual;
   float eps;
-  int tokens, top_k, splits, first_expert, experts;
+  int first_expert, experts;
 };
 
-// Sum over a token's experts and splits of four columns, in a fixed order; pairs of other ranks count nothing.
+// Sum over a token's four experts of four columns, in order; pairs of other ranks and of padding count nothing.
 __device__ __forceinline__ float4 sum_pairs(const CombineArguments& a, int token, int column) {
-  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  for (int k = 0; k < a.top_k; ++k) {
-    const long long local = a.ids[token * a.top_k + k] - a.first_expert;
-    if (local < 0 || local >= a.experts) continue;
-#pragma unroll 5
-    for (int s = 0; s < a.splits; ++s) {
-      const size_t row = static_cast<size_t>(s) * a.tokens * a.top_k + token * a.top_k + k;
-      const float4 part = *reinterpret_cast<const float4*>(a.partial + row * kHidden + column);
-      sum.x += part.x;
-      sum.y += part.y;
-      sum.z += part.z;
-      sum.w += part.w;
-    }
+  long long local[kTopK];
+#pragma unroll
+  for (int k = 0; k < kTopK; ++k) local[k] = a.ids[token * kTopK + k] - a.first_expert;
+  float4 part[kTopK];
+#pragma unroll
+  for (int k = 0; k < kTopK; ++k) {
+    part[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (local[k] >= 0 && local[k] < a.experts)
+      part[k] = *reinterpret_cast<const float4*>(a.partial + static_cast<size_t>(token * kTopK + k) * kHidden + column);
+  }
+  float4 sum = part[0];
+#pragma unroll
+  for (int k = 1; k < kTopK; ++k) {
+    sum.x += part[k].x;
+    sum.y += part[k].y;
+    sum.z += part[k].z;
+    sum.w += part[k].w;
   }
   return sum;
 }
@@ -351,7 +398,7 @@ extern "C" int antiphon_moe_group(const void* ids, int pairs, int* order, void* 
 
 // `all_experts` rows of the router; this rank holds `experts` of them from `first_expert` on.
 extern "C" int antiphon_moe_route(const void* x, const void* weight, const void* bias, float* logits, void* ids,
-                                  void* weights, unsigned* ticket, int tokens, int all_experts, int* order,
+                                  void* weights, unsigned* tickets, int tokens, int all_experts, int* order,
                                   void* tiles, int* tile_count, int first_expert, int experts, int token_tile,
                                   int overlap, void* stream) {
   if (tokens * 4 > antiphon::kMaxPairs || all_experts > antiphon::kMaxExperts) return cudaErrorInvalidValue;
@@ -361,29 +408,30 @@ extern "C" int antiphon_moe_route(const void* x, const void* weight, const void*
                                       logits,
                                       static_cast<long long*>(ids),
                                       static_cast<__nv_bfloat16*>(weights),
-                                      ticket,
+                                      tickets,
                                       tokens,
                                       all_experts};
   const Grouping g = {order, static_cast<int4*>(tiles), tile_count, first_expert, experts, token_tile};
-  const dim3 grid((all_experts + antiphon::kExperts - 1) / antiphon::kExperts,
-                  (tokens + antiphon::kTokens - 1) / antiphon::kTokens);
-  return antiphon::launch(antiphon::route_kernel, grid, dim3(antiphon::kThreads), 0,
-                          static_cast<cudaStream_t>(stream), overlap != 0, a, g);
+  const int per_block = tokens == 1 ? 1 : tokens <= 4 ? 2 : antiphon::kMaxTokens;
+  const dim3 grid((all_experts + antiphon::kExperts - 1) / antiphon::kExperts, (tokens + per_block - 1) / per_block);
+  const auto kernel = per_block == 1   ? antiphon::route_kernel<1>
+                      : per_block == 2 ? antiphon::route_kernel<2>
+                                       : antiphon::route_kernel<antiphon::kMaxTokens>;
+  return antiphon::launch(kernel, grid, dim3(antiphon::kThreads), 0, static_cast<cudaStream_t>(stream), overlap != 0,
+                          a, g);
 }
 
-extern "C" int antiphon_moe_combine(const float* partial, const void* ids, void* out, int tokens, int top_k,
-                                    int splits, int first_expert, int experts, int overlap, void* stream) {
+extern "C" int antiphon_moe_combine(const float* partial, const void* ids, void* out, int tokens, int first_expert,
+                                    int experts, int overlap, void* stream) {
   const CombineArguments a = {partial, static_cast<const long long*>(ids), nullptr, nullptr,
-                              static_cast<__nv_bfloat16*>(out), nullptr, 0.0f, tokens, top_k, splits, first_expert,
-                              experts};
+                              static_cast<__nv_bfloat16*>(out), nullptr, 0.0f, first_expert, experts};
   return antiphon::launch(antiphon::combine_kernel, dim3(3, tokens), dim3(antiphon::kCombineThreads), 0,
                           static_cast<cudaStream_t>(stream), overlap != 0, a);
 }
 
 extern "C" int antiphon_moe_combine_norm(const float* partial, const void* ids, const void* residual,
                                          const void* norm, void* out, void* new_residual, float eps, int tokens,
-                                         int top_k, int splits, int first_expert, int experts, int overlap,
-                                         void* stream) {
+                                         int first_expert, int experts, int overlap, void* stream) {
   const CombineArguments a = {partial,
                               static_cast<const long long*>(ids),
                               static_cast<const __nv_bfloat16*>(residual),
@@ -391,9 +439,6 @@ extern "C" int antiphon_moe_combine_norm(const float* partial, const void* ids, 
                               static_cast<__nv_bfloat16*>(out),
                               static_cast<__nv_bfloat16*>(new_residual),
                               eps,
-                              tokens,
-                              top_k,
-                              splits,
                               first_expert,
                               experts};
   return antiphon::launch(antiphon::combine_norm_kernel, dim3(tokens), dim3(antiphon::kNormThreads), 0,
