@@ -13,8 +13,10 @@ class PagesReserved:
 
     Positions ``cached_tokens <= p < kv_tokens`` must be written by a peer: ``full_pages[i]`` holds positions
     from ``cached_tokens + i * page_size`` (``cached_tokens`` is a multiple of the page size unless nothing is
-    missing); ``sliding_pages[i]`` holds positions from ``(sliding_first_page + i) * page_size``.
-    ``attempt`` grew by one if the engine preempted the sequence before.
+    missing); ``sliding_pages[i]`` holds positions from ``(sliding_first_page + i) * page_size`` and the list
+    covers the missing ones among the window's positions before ``kv_tokens``, down to the start of a page.
+    Cached pages, which others may share, are in neither list, nor is headroom. ``attempt`` grew by one for
+    each time the sequence was preempted or its KV was lost.
     """
 
     request_id: str
@@ -79,7 +81,10 @@ class TokensSampled:
 
 @dataclass(frozen=True, slots=True)
 class SequencePreempted:
-    """Decode ran out of pages: the sequence gave its pages back and waits to be reserved again."""
+    """Decode ran out of pages: the sequence gave its pages back and waits to be reserved again.
+
+    ``attempt`` is the one that lost its pages; what follows carries the next.
+    """
 
     request_id: str
     attempt: int

@@ -66,4 +66,4 @@ def _sampling_row(work: Work) -> SamplingRow:
     params = sequence.request.sampling
     if not isinstance(params, SamplingParams):
         raise TypeError(f"request {sequence.request.request_id} is sampled without sampling parameters")
-    return SamplingRow(params, sequence.token_ids[len(sequence.request.prompt_token_ids) :])
+    return SamplingRow(params, sequence.output)

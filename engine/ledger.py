@@ -188,12 +188,12 @@ class Ledger:
         if choice is None:
             return []
         if choice.token_id is None:
-            error = f"the logits of output position {sequence.output_tokens} are not finite"
+            error = f"the logits of output position {len(sequence.output)} are not finite"
             return [self._finish(sequence, FinishReason.ERROR, now, error=error)]
         return self._emit(sequence, choice.token_id, choice, now)
 
     def _emit(self, sequence: Sequence, token: int, choice: Choice, now: float) -> list[EngineEvent]:
-        position = sequence.output_tokens
+        position = len(sequence.output)
         sequence.token_ids.append(token)
         if sequence.first_token_s is None:
             sequence.first_token_s = now
@@ -217,7 +217,7 @@ class Ledger:
         if token in params.stop_token_ids and not params.ignore_eos:
             return FinishReason.STOP
         full = len(sequence.token_ids) >= self._settings.max_sequence_tokens
-        return FinishReason.LENGTH if full or sequence.output_tokens >= params.max_tokens else None
+        return FinishReason.LENGTH if full or len(sequence.output) >= params.max_tokens else None
 
     # ------------------------------------------------------------------------------------------------ ends
 

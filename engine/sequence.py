@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import overload
 
 from antiphon.engine.prefix_cache import chain_root, page_key
 from antiphon.engine.requests import EngineRequest, RequestKind
@@ -13,21 +15,23 @@ from antiphon.protocol.errors import IllegalTransition
 class SequenceStatus(StrEnum):
     """Where a sequence is. The whole life of all three kinds of request::
 
-                          +--------------------- no pages ---------------------+
-                          v                                                    |
-        QUEUED ---> PREFILLING ---> RUNNING ---> FINISHED                      |
-           |            |  |          ^  |                                     |
-           |            |  |          |  +----------> PREEMPTED ---------------+
-           |            |  +----------|-- no pages ------^   |
-           |            v             |                  |   |
-           |          PINNED          +--- kv_ready ---- | --+-----> RESERVED
-           |            |             |                  |              |
-           |            +-- release --|--> FINISHED      +-- kv_lost ---+
-           +------> RESERVED ---------+
+        QUEUED --+--> PREFILLING --+--> RUNNING --------+--> FINISHED
+                 |        |        +--> PINNED ---------+
+                 |        |                 (release)   |
+                 +--> RESERVED ----> RUNNING            |
+                 |        |  (KV ready)  |              |
+                 |        |              |              |
+                 +--> RUNNING (nothing   |              |
+                 |        |    missing)  |              |
+                 |        v              v              |
+                 +---- PREEMPTED <-------+              |
+                       (KV lost, or no pages left)      |
+                                                        |
+        any of them ------- abort, deadline, error -----+
 
     COLOCATED runs QUEUED, PREFILLING, RUNNING. PREFILL_ONLY runs QUEUED, PREFILLING, PINNED. REMOTE_KV runs
     QUEUED, RESERVED, RUNNING, and skips RESERVED when no KV is missing. PREEMPTED is QUEUED once more, at the
-    head of the queue and one attempt later. Every state may end in FINISHED by an abort or a deadline.
+    head of the queue and one attempt later; a PREFILL_ONLY sequence is never preempted.
     """
 
     QUEUED = "queued"
@@ -73,6 +77,28 @@ class PageTable:
     full: list[int] = field(default_factory=list)
     sliding: list[int] = field(default_factory=list)
     sliding_first: int = 0
+
+
+class OutputTokens(Many[int]):
+    """A view of a sequence's output tokens: no copy of a long text in every step."""
+
+    def __init__(self, token_ids: list[int], prompt_tokens: int) -> None:
+        self._token_ids = token_ids
+        self._prompt_tokens = prompt_tokens
+
+    def __len__(self) -> int:
+        return len(self._token_ids) - self._prompt_tokens
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self._token_ids[self._prompt_tokens + i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._token_ids[self._prompt_tokens + index % len(self)]
 
 
 class Sequence:
@@ -126,9 +152,9 @@ class Sequence:
         return self.request.kind
 
     @property
-    def output_tokens(self) -> int:
-        """Output tokens so far, those of earlier attempts included."""
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+    def output(self) -> OutputTokens:
+        """Output tokens so far, those of earlier attempts included; grows with the sequence."""
+        return OutputTokens(self.token_ids, len(self.request.prompt_token_ids))
 
     @property
     def kv_target(self) -> int:
