@@ -63,8 +63,24 @@ def decode_batch(model: CudaTransformer, batch: int, context: int) -> ForwardBat
     return ForwardBatch(tokens, torch.full((batch,), context, device="cuda"), groups[0], groups[1])
 
 
+def kernel_table(graph: torch.cuda.CUDAGraph, replays: int = 20, rows: int = 16) -> str:
+    """Where a captured step's time goes: launches and microseconds per step of each kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(replays):
+            graph.replay()
+        torch.cuda.synchronize()
+    lines = [
+        f"  {event.count / replays:6.1f} x {event.self_device_time_total / event.count:8.2f} us "
+        f"= {event.self_device_time_total / replays:8.1f}  {event.key[:90]}"
+        for event in sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)[:rows]
+    ]
+    return "\n".join(lines)
+
+
 @torch.inference_mode()
-def time_decode(model: CudaTransformer, batch: int, context: int, steps: int = 128) -> float:
+def time_decode(
+    model: CudaTransformer, batch: int, context: int, steps: int = 128, profile: bool = False
+) -> float:
     """Median milliseconds of a step."""
     pages = -(-(context + 1) // PAGE)
     cache = random_cache(model, batch * pages, batch * WINDOW_PAGES)
@@ -90,6 +106,8 @@ def time_decode(model: CudaTransformer, batch: int, context: int, steps: int = 1
         end.record()
         end.synchronize()
         samples.append(start.elapsed_time(end))
+    if profile:
+        print(kernel_table(graph), flush=True)
     if not bool((chosen >= 0).all()):
         raise RuntimeError("the step chose no token")
     return float(statistics.median(samples))
@@ -126,6 +144,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32,128")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--prefill", default="")
+    parser.add_argument("--profile", action="store_true", help="also print each step's kernels")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     config = preset(options.model)
@@ -139,7 +158,7 @@ def main() -> None:
     rows: list[Record] = []
     common = {"bench": "model_step", "model": options.model, "layout": "tp1", "unit": "ms"}
     for batch in (int(b) for b in options.batches.split(",") if b):
-        value = time_decode(model, batch, options.context)
+        value = time_decode(model, batch, options.context, profile=options.profile)
         print(f"decode batch {batch:4d} context {options.context}: {value:.3f} ms", flush=True)
         rows.append({**common, "batch": batch, "context": options.context, "value": value})
         torch.cuda.empty_cache()
