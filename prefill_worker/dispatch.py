@@ -179,7 +179,7 @@ class PrefillDispatch:
         if job is not None:
             kv = job.decode_kv
             notifications = {k: self._shipper.notification(job, k) for k in job.done}
-            if job.state in (JobState.ANNOUNCED, JobState.GRANTED) and set(message.keys) - job.done:
+            if job.still_coming(message.keys, self._settings.completion_timeout_s):
                 self._announce(job)
         elif key in self._shipped:
             kv, notifications = self._shipped[key]
@@ -255,7 +255,7 @@ class PrefillDispatch:
         self._node.send(job.decode, message)
 
     def _ship(self, job: PrefillJob, event: KvWritten, source_ready: Callable[[], bool] | None) -> None:
-        job.in_flight += 1
+        job.posted_at[self._shipper.key(event)] = time.monotonic()
 
         def on_shipped(key: WriteKey, outcome: WriteOutcome, size: int) -> None:
             self._thread.post(self._on_shipped, job, key, outcome, size)
@@ -263,7 +263,7 @@ class PrefillDispatch:
         self._shipper.ship(job, event, on_shipped, source_ready)
 
     def _on_shipped(self, job: PrefillJob, key: WriteKey, outcome: WriteOutcome, size: int) -> None:
-        job.in_flight -= 1
+        del job.posted_at[key]
         if outcome.error is None:
             job.done.add(key)
             job.bytes_sent += size

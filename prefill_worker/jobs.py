@@ -14,7 +14,7 @@ may have something to say to the decode worker; only GRANTED may post writes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -65,7 +65,8 @@ class PrefillJob:
     """The announced writes."""
     waiting: list[tuple[KvWritten, Callable[[], bool] | None]] = field(default_factory=list)
     """Computed before the permission came, each with what says that its source is ready."""
-    in_flight: int = 0
+    posted_at: dict[WriteKey, float] = field(default_factory=dict)
+    """Writes under way, with the time at which they were handed to the transport."""
     done: set[WriteKey] = field(default_factory=set)
     computed: bool = False
     failure: Failure | None = None
@@ -91,6 +92,19 @@ class PrefillJob:
     def engine_id(self) -> str:
         """Its name in the engine: attempts of one request may overlap while an old one drains."""
         return f"{self.request.request_id}#{self.request.attempt}"
+
+    @property
+    def in_flight(self) -> int:
+        """Writes that may still read the source pages and touch the destination."""
+        return len(self.posted_at)
+
+    def still_coming(self, keys: Iterable[WriteKey], patience_s: float) -> bool:
+        """Whether one of these writes is not computed yet, or was posted less than ``patience_s`` ago."""
+        if self.state not in (JobState.ANNOUNCED, JobState.GRANTED):
+            return False
+        now = time.monotonic()
+        outstanding = [key for key in keys if key not in self.done]
+        return any(now - self.posted_at.get(key, now) < patience_s for key in outstanding)
 
     @property
     def announced(self) -> bool:

@@ -46,6 +46,10 @@ class Shipper:
             WriteKey(rank, chunk, group) for chunk in range(chunks) for group in range(self._layer_groups)
         )
 
+    def key(self, event: KvWritten) -> WriteKey:
+        """The write that ships what this event says is computed."""
+        return WriteKey(self._pages.shard.rank, event.chunk, event.layer_group)
+
     def ship(
         self,
         job: PrefillJob,
@@ -58,7 +62,7 @@ class Shipper:
         With one destination rank the notification travels with the write. With several it is sent to rank 0
         once all of them are done; with nothing to write (the peer has the pages) it is sent at once.
         """
-        key = WriteKey(self._pages.shard.rank, event.chunk, event.layer_group)
+        key = self.key(event)
         notification = self.notification(job, key)
         parts = [(rank, copies) for rank in job.decode_kv.ranks if (copies := self._copies(job, event, rank))]
         size = sum(part.total_bytes for _, copies in parts for part in copies)

@@ -1,0 +1,105 @@
+"""A prefill worker dies: what it may have written is not believed, and nothing is freed too early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
+from antiphon.protocol.codec import encode
+from antiphon.protocol.messages import AnnounceWrites, WriteDone, WriteKey, WritesDrained
+
+Start = Callable[..., tuple[Any, Any]]
+
+
+def test_death_is_not_inferred_from_silence_and_ends_the_quarantine(started: Start) -> None:
+    network = InProcessNetwork()
+    pair, router = started(network.transport)
+    network.inject(Fault.HOLD, count=100)
+    name = router.generate(router.random_prompt(60))
+    wait_until = _wait
+    wait_until(lambda: network.held > 0)
+    old = pair.prefill
+    old_agent = f"prefill-0/{pair.prefill_address.epoch:x}/0"
+    router.hold_prefill = True
+    old._thread.call(old._node.close)  # its links end, but the process might still write
+    wait_until(lambda: pair.decode.status().counters.get("receives_stuck", 0) == 1)
+    wait_until(lambda: router.requests[name].attempts == [1, 2])
+    assert pair.decode.status().pages_quarantined > 0
+    network.kill(old_agent)  # the supervisor killed it
+    network._injections.clear()
+    pair.replace_prefill()
+    wait_until(lambda: pair.decode.status().pages_quarantined == 0)
+    assert pair.decode.status().counters["leases_ended_by_death"] == 1
+    old.stop()
+    router.abort(name)
+    router.wait(name)
+    router.hold_prefill = False
+    router.connect(pair.prefill_address)
+    again = router.generate(router.random_prompt(60))
+    router.wait(again)
+    assert router.requests[again].tokens == router.requests[again].expected()
+    pair.wait_idle()
+
+
+def test_stale_epochs_are_dropped_and_counted(started: Start) -> None:
+    pair, router = started(InProcessNetwork().transport)
+    router.hold_prefill = True
+    name = router.generate(router.random_prompt(60))
+    _wait(lambda: router.requests[name].attempts == [1])
+    dispatch, node = pair.decode._dispatch, pair.prefill._node
+    prefill, decode = node.me, pair.decode._node.me
+    key = WriteKey(0, 0, 0)
+
+    def stale() -> int:
+        return pair.decode.status().counters.get("stale_messages", 0)
+
+    before = stale()
+    node.send(decode, AnnounceWrites(name, 1, prefill.worker_id, prefill.epoch, decode.epoch + 2, [key]))
+    node.send(decode, AnnounceWrites(name, 1, prefill.worker_id, prefill.epoch + 2, decode.epoch, [key]))
+    node.send(decode, WritesDrained(name, 1, prefill.epoch, decode.epoch + 2))
+    _wait(lambda: stale() == before + 3)
+    agent = f"{prefill.worker_id}/{prefill.epoch:x}/0"
+    for payload in (
+        WriteDone(name, 1, prefill.epoch, decode.epoch + 2, key),
+        WriteDone(name, 1, prefill.epoch + 2, decode.epoch, key),
+    ):
+        pair.decode._thread.call(dispatch.on_notification, agent, encode(payload))
+    assert stale() == before + 5
+    pair.decode._thread.call(dispatch.on_notification, "nobody", encode(payload))
+    pair.decode._thread.call(dispatch.on_notification, agent, b"\xff")
+    counters = pair.decode.status().counters
+    assert (counters["notifications_unknown"], counters["notifications_undecodable"]) == (1, 1)
+    router.abort(name)
+    router.wait(name)
+    pair.wait_idle()
+
+
+def test_only_one_writer_is_granted(started: Start) -> None:
+    pair, router = started(InProcessNetwork().transport)
+    router.hold_prefill = True
+    name = router.generate(router.random_prompt(60))
+    _wait(lambda: router.requests[name].attempts == [1])
+    receiver, me = pair.decode._dispatch.receiver, pair.decode._node.me
+    sent: list[object] = []
+    receiver._send = lambda peer, message: sent.append((peer.worker_id, type(message).__name__)) or True
+    for worker in ("one", "two", "one"):
+        peer = type(me)(me.role, worker, 7)
+        announce = AnnounceWrites(name, 1, worker, 7, me.epoch, [WriteKey(0, 0, 0)])
+        pair.decode._thread.call(receiver.on_announce, peer, announce)
+    assert sent == [("one", "GrantWrites"), ("two", "RefuseWrites"), ("one", "GrantWrites")]
+    drained = WritesDrained(name, 1, 7, me.epoch)
+    router.abort(name)
+    router.wait(name)
+    assert pair.decode.status().pages_quarantined > 0
+    pair.decode._thread.call(receiver.on_drained, type(me)(me.role, "one", 7), drained)
+    pair.wait_idle()
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    import time
+
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
