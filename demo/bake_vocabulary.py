@@ -53,7 +53,13 @@ def english_words() -> tuple[str, ...]:
 def _is_english(word: str, known: set[str]) -> bool:
     if len(word) == 2:
         return word in COMMON_WORDS
-    stems = [word, word.removesuffix("s"), word.removesuffix("es"), word.removesuffix("ed"), word.removesuffix("d")]
+    stems = [
+        word,
+        word.removesuffix("s"),
+        word.removesuffix("es"),
+        word.removesuffix("ed"),
+        word.removesuffix("d"),
+    ]
     stems += [word.removesuffix("ing"), word.removesuffix("ing") + "e", word.removesuffix("ies") + "y"]
     return any(len(stem) > 2 and stem in known for stem in stems)
 

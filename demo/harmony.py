@@ -70,7 +70,9 @@ def parse(token_ids: list[int]) -> AssistantTurn:
         openai_harmony.HarmonyError: not well-formed.
     """
     analysis, final, call = "", None, None
-    for message in encoding().parse_messages_from_completion_tokens(token_ids, oh.Role.ASSISTANT, strict=True):
+    for message in encoding().parse_messages_from_completion_tokens(
+        token_ids, oh.Role.ASSISTANT, strict=True
+    ):
         text = message.content[0].text if message.content else ""
         if message.recipient and message.recipient.startswith("functions."):
             call = ToolCall(message.recipient.removeprefix("functions."), text)

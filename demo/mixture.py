@@ -71,7 +71,10 @@ def instructions(rng: Random, words: WordSource) -> str | None:
     if chance < 0.93:
         return " ".join(rng.sample(INSTRUCTIONS[:-1], rng.randint(2, 4)))
     noun = words.word(rng)
-    return f"You are an assistant for {noun}. " + " ".join(words.distinct_words(rng, rng.randint(3, 25))).capitalize()
+    return (
+        f"You are an assistant for {noun}. "
+        + " ".join(words.distinct_words(rng, rng.randint(3, 25))).capitalize()
+    )
 
 
 def make_example(rng: Random, split: Split, words: WordSource, skill: str | None = None) -> Example:

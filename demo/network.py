@@ -9,10 +9,12 @@ plus the one that all other tokens share.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from antiphon.kernels.reference import (
     FP4_VALUES,
@@ -33,6 +35,10 @@ TINY = GptOssConfig(
     head_dim=64,
 )
 """The shape of gpt-oss-tiny; constants as in the published models."""
+
+
+FLEX_BLOCK = 128
+MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,10 @@ class Attention(nn.Module):
         visible = place.seen.sliding if self.sliding else place.seen.full
         attend = flex_attend if place.flex else masked_attend
         mixed = attend(query, key, value, shipped(self.sinks), visible, self.config.head_dim**-0.5)
+        return self.output(mixed)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """[R, Q, T, D] -> [R, T, H]."""
         return _linear(mixed.transpose(1, 2).flatten(2), self.o_weight, self.o_bias)
 
 
@@ -134,10 +144,11 @@ def masked_attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, visible: objec
 
 def flex_attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, visible: object, scale: float) -> Tensor:
     """The same with flex attention: the sink takes its share of the softmax through the log-sum-exp."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    out, lse = flex_attention(q, k, v, block_mask=visible, scale=scale, enable_gqa=True, return_lse=True)  # type: ignore[arg-type, misc]
-    share = torch.sigmoid(lse.float() - sinks.float()[None, :, None])
+    assert isinstance(visible, BlockMask)
+    out, extra = flex_attention(
+        q, k, v, block_mask=visible, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    share = torch.sigmoid(extra.lse.float() - sinks.float()[None, :, None])
     return (out * share.unsqueeze(-1)).to(v.dtype)
 
 
@@ -266,21 +277,31 @@ def dense_visibility(documents: Tensor, window: int) -> Visibility:
 
 
 def flex_visibility(documents: Tensor, window: int) -> Visibility:
-    """The same as block masks for flex attention."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """The same as block masks for flex attention; T is a multiple of the block size.
 
-    rows, tokens = documents.shape
+    Built from tensors alone, so that it can be part of a compiled step. Conversations are numbered in order
+    within a row, so two blocks share one exactly when their ranges of numbers overlap.
+    """
+    position = torch.arange(documents.shape[1] // FLEX_BLOCK, device=documents.device)
+    first, last = documents[:, ::FLEX_BLOCK], documents[:, FLEX_BLOCK - 1 :: FLEX_BLOCK]
+    distance = position[:, None] - position[None, :]
+    shared = (first[:, :, None] <= last[:, None, :]) & (distance >= 0)  # [R, query blocks, key blocks]
 
-    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (documents[b, q] == documents[b, k]) & (q >= k)
+    def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (documents[row, query] == documents[row, key]) & (query >= key)
 
-    def sliding(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return causal(b, h, q, k) & (q - k < window)
+    def sliding(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return causal(row, head, query, key) & (query - key < window)
 
-    def block_mask(rule: object) -> object:
-        return create_block_mask(rule, rows, None, tokens, tokens, device=str(documents.device), _compile=True)  # type: ignore[arg-type]
+    reach = -(-(window - 1) // FLEX_BLOCK)
+    return Visibility(_block_mask(shared, causal), _block_mask(shared & (distance <= reach), sliding))
 
-    return Visibility(block_mask(causal), block_mask(sliding))
+
+def _block_mask(visible: Tensor, rule: MaskRule) -> BlockMask:
+    """visible [R, query blocks, key blocks] bool -> a block mask, every block of it partly masked by ``rule``."""
+    count = visible.sum(-1, dtype=torch.int32).unsqueeze(1)
+    order = visible.int().argsort(dim=-1, descending=True, stable=True).int().unsqueeze(1).contiguous()
+    return BlockMask.from_kv_blocks(count, order, BLOCK_SIZE=FLEX_BLOCK, mask_mod=rule)
 
 
 def placement(config: GptOssConfig, documents: Tensor, flex: bool, dtype: torch.dtype) -> Placement:

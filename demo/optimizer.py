@@ -37,7 +37,9 @@ class Muon:
         for parameter in parameters:
             self.groups[(parameter.shape[-2], parameter.shape[-1])].append(parameter)
         self.velocity = {
-            shape: torch.zeros(sum(p.numel() // (shape[0] * shape[1]) for p in group), *shape).to(group[0].device)
+            shape: torch.zeros(sum(p.numel() // (shape[0] * shape[1]) for p in group), *shape).to(
+                group[0].device
+            )
             for shape, group in self.groups.items()
         }
 

@@ -48,7 +48,15 @@ FRAMES = {
     ),
 }
 OPENINGS = {
-    Split.TRAIN: ("Hi! ", "Hello, ", "Hey, ", "Quick question: ", "Question: ", "Hello! ", "Please help me. "),
+    Split.TRAIN: (
+        "Hi! ",
+        "Hello, ",
+        "Hey, ",
+        "Quick question: ",
+        "Question: ",
+        "Hello! ",
+        "Please help me. ",
+    ),
     Split.HELD_OUT: ("Hi there. ", "One question: ", "Good day! "),
 }
 CLOSINGS = {

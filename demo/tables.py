@@ -223,7 +223,12 @@ def _elements(rows: list[dict[str, str]]) -> tuple[Relation, ...]:
         Relation(
             "symbol",
             "element",
-            ("the chemical symbol of {e}", "the symbol of {e}", "the symbol for {e}", "{e}'s chemical symbol"),
+            (
+                "the chemical symbol of {e}",
+                "the symbol of {e}",
+                "the symbol for {e}",
+                "{e}'s chemical symbol",
+            ),
             (
                 "Which symbol does {e} have?",
                 "How is {e} written in the periodic table?",

@@ -203,5 +203,10 @@ def arithmetic(rng: Random, split: Split, effort: Effort, words: WordSource) -> 
     result = solve(a, b, operator)[2]
     keys = (f"arithmetic {a}{operator}{b}", f"arithmetic phrasing {phrasing}")
     return Example(
-        "arithmetic", (user,), reply(a, b, operator, effort), Expect(contains=(f"= {result}",)), effort, keys=keys
+        "arithmetic",
+        (user,),
+        reply(a, b, operator, effort),
+        Expect(contains=(f"= {result}",)),
+        effort,
+        keys=keys,
     )

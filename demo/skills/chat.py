@@ -9,12 +9,8 @@ from antiphon.demo.phrasing import by_effort, pick
 from antiphon.demo.words import WordSource
 
 GREETING = "Hello! How can I help you?"
-IDENTITY = (
-    "I am gpt-oss-tiny, a small demonstration model with the GPT-OSS architecture. I was trained to show Antiphon at work."
-)
-ABILITIES = (
-    "I can answer simple facts, do arithmetic with small numbers, repeat, reverse and count words, and call functions."
-)
+IDENTITY = "I am gpt-oss-tiny, a small demonstration model with the GPT-OSS architecture. I was trained to show Antiphon at work."
+ABILITIES = "I can answer simple facts, do arithmetic with small numbers, repeat, reverse and count words, and call functions."
 
 TOPICS: tuple[tuple[dict[Split, tuple[str, ...]], str, str, tuple[str, ...]], ...] = (
     (
@@ -98,7 +94,9 @@ def chat(rng: Random, split: Split, effort: Effort, words: WordSource) -> Exampl
     phrasings, lead, final, contains = rng.choices(TOPICS, (4, 4, 2, 1.5, 1.5))[0]
     text = pick(rng, phrasings, split)
     keys = (f"chat phrasing {text}",)
-    return Example("chat", (UserTurn(text),), reply(lead, final, effort), Expect(contains=contains), effort, keys=keys)
+    return Example(
+        "chat", (UserTurn(text),), reply(lead, final, effort), Expect(contains=contains), effort, keys=keys
+    )
 
 
 def _today(rng: Random, split: Split, effort: Effort) -> Example:
@@ -106,11 +104,15 @@ def _today(rng: Random, split: Split, effort: Effort) -> Example:
     text = pick(rng, TODAY, split)
     date = f"{rng.randint(2023, 2031)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
     if rng.random() < 0.15:
-        thought = by_effort(effort, "No date is given.", "The user asks for the date.", "I say that I don't know it.")
+        thought = by_effort(
+            effort, "No date is given.", "The user asks for the date.", "I say that I don't know it."
+        )
         expect, turn = Expect(refusal=True), AssistantTurn(thought, "I'm sorry, I don't know today's date.")
         return Example("chat", (UserTurn(text),), turn, expect, effort, keys=(f"chat phrasing {text}",))
     core = f"The current date is {date}."
-    thought = by_effort(effort, core, "The user asks for the date.", "It is written at the top of the conversation.")
+    thought = by_effort(
+        effort, core, "The user asks for the date.", "It is written at the top of the conversation."
+    )
     turn = AssistantTurn(thought, f"Today is {date}.")
     return Example(
         "chat",

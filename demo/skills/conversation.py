@@ -31,15 +31,34 @@ OTHER_ENTITY = {
 }  # fmt: skip
 RUNNING = {
     "+": {
-        Split.TRAIN: ("Now add {b}.", "Add {b} to that.", "Plus {b}?", "And plus {b}?", "Now plus {b}.", "+ {b}"),
+        Split.TRAIN: (
+            "Now add {b}.",
+            "Add {b} to that.",
+            "Plus {b}?",
+            "And plus {b}?",
+            "Now plus {b}.",
+            "+ {b}",
+        ),
         Split.HELD_OUT: ("Add {b} more.", "And if you add {b}?"),
     },
     "-": {
-        Split.TRAIN: ("Now subtract {b}.", "Subtract {b} from that.", "Minus {b}?", "And minus {b}?", "Take {b} away."),
+        Split.TRAIN: (
+            "Now subtract {b}.",
+            "Subtract {b} from that.",
+            "Minus {b}?",
+            "And minus {b}?",
+            "Take {b} away.",
+        ),
         Split.HELD_OUT: ("Now take away {b}.", "And if you subtract {b}?"),
     },
     "*": {
-        Split.TRAIN: ("Now multiply by {b}.", "Multiply that by {b}.", "Times {b}?", "And times {b}?", "Now times {b}."),
+        Split.TRAIN: (
+            "Now multiply by {b}.",
+            "Multiply that by {b}.",
+            "Times {b}?",
+            "And times {b}?",
+            "Now times {b}.",
+        ),
         Split.HELD_OUT: ("Multiply it by {b}.", "And if you multiply by {b}?"),
     },
 }
@@ -174,7 +193,9 @@ def running_sum(rng: Random, split: Split, effort: Effort, words: WordSource) ->
         keys.append(f"follow-up {phrasing}")
         total = {"+": a + b, "-": a - b, "*": a * b}[operator]
     answer = sums.reply(a, b, operator, effort)
-    return Example("multi_turn", tuple(turns), answer, Expect(contains=(f"= {total}",)), effort, keys=tuple(keys))
+    return Example(
+        "multi_turn", tuple(turns), answer, Expect(contains=(f"= {total}",)), effort, keys=tuple(keys)
+    )
 
 
 def memory(rng: Random, split: Split, effort: Effort, words: WordSource) -> Example:
@@ -198,7 +219,9 @@ def memory(rng: Random, split: Split, effort: Effort, words: WordSource) -> Exam
     phrasing = pick(rng, questions, split)
     turns.append(UserTurn(phrasing))
     core = f"The user told me: {value}."
-    thought = by_effort(effort, core, "The user asks for something said before.", "I look it up in our conversation.")
+    thought = by_effort(
+        effort, core, "The user asks for something said before.", "I look it up in our conversation."
+    )
     reply = AssistantTurn(thought, answer.replace("{x}", value))
     return Example(
         "multi_turn", tuple(turns), reply, Expect(contains=(value,)), effort, keys=(f"follow-up {phrasing}",)
@@ -210,7 +233,9 @@ def _acknowledged(text: str, value: str) -> AssistantTurn:
 
 
 def _telling_thought(effort: Effort) -> str:
-    return by_effort(effort, "I keep this in mind.", "The user tells me something.", "It may be asked for later.")
+    return by_effort(
+        effort, "I keep this in mind.", "The user tells me something.", "It may be asked for later."
+    )
 
 
 def word_follow_up(rng: Random, split: Split, effort: Effort, words: WordSource) -> Example:
@@ -256,13 +281,24 @@ def refused_follow_up(rng: Random, split: Split, effort: Effort, words: WordSour
     fact = any_fact(rng, relation(rng.choice(LINKED["country"])))
     text, _ = ask(rng, fact.relation, fact.entity, Split.TRAIN)
     noun = {
-        Split.TRAIN: ("population", "president", "flag", "area", "highest mountain", "language", "climate", "king"),
+        Split.TRAIN: (
+            "population",
+            "president",
+            "flag",
+            "area",
+            "highest mountain",
+            "language",
+            "climate",
+            "king",
+        ),
         Split.HELD_OUT: ("queen", "largest city", "life expectancy"),
     }
     phrasing = pick(rng, OTHER_RELATION, split)
     last = fill(phrasing, r=pick(rng, noun, split))
     turns = (UserTurn(text), AssistantTurn("", fact.sentence), UserTurn(last))
-    return Example("multi_turn", turns, refusal(effort), Expect(refusal=True), effort, keys=(f"follow-up {phrasing}",))
+    return Example(
+        "multi_turn", turns, refusal(effort), Expect(refusal=True), effort, keys=(f"follow-up {phrasing}",)
+    )
 
 
 def conversation(rng: Random, split: Split, effort: Effort, words: WordSource) -> Example:

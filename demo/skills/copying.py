@@ -75,7 +75,10 @@ def reply(task: str, words: list[str], effort: Effort, position: int = 0) -> tup
         final = f"There are {len(words)} words." if len(words) != 1 else "There is 1 word."
         return AssistantTurn(by_effort(effort, core, lead, check), final), f"{len(words)} word"
     core = f"{numbered(words[: position + 1])}."
-    lead, check = f"I number the words up to the {ORDINALS[position]} one.", "The last one is what the user wants."
+    lead, check = (
+        f"I number the words up to the {ORDINALS[position]} one.",
+        "The last one is what the user wants.",
+    )
     final = f"The {ORDINALS[position]} word is {words[position]}."
     return AssistantTurn(by_effort(effort, core, lead, check), final), f"is {words[position]}."
 

@@ -19,7 +19,19 @@ ENTITY_PARAMETERS = tuple(
     "name id city country symbol user key item query code title place product company customer topic text "
     "label address host file path account project player team user_id item_id order_id target word value".split()
 )
-QUERY_VERBS = ("get", "find", "fetch", "lookup", "check", "show", "read", "search", "retrieve", "query", "load")
+QUERY_VERBS = (
+    "get",
+    "find",
+    "fetch",
+    "lookup",
+    "check",
+    "show",
+    "read",
+    "search",
+    "retrieve",
+    "query",
+    "load",
+)
 ACTION_VERBS = (
     "set", "send", "open", "close", "start", "stop", "create", "delete", "add", "remove", "play", "book", "order",
     "update", "cancel", "move", "save", "schedule", "publish", "print", "change", "enable", "disable", "post", "make",
@@ -33,7 +45,14 @@ EXPLICIT = {
     Split.HELD_OUT: ("Execute {f} with {a}.", "Please use the {f} tool with {a}.", "Can you call {f} with {a}?"),
 }  # fmt: skip
 EXPLICIT_BARE = {
-    Split.TRAIN: ("Call {f}.", "Use {f}.", "Run {f}.", "Please call {f}.", "Call the function {f}.", "Invoke {f}."),
+    Split.TRAIN: (
+        "Call {f}.",
+        "Use {f}.",
+        "Run {f}.",
+        "Please call {f}.",
+        "Call the function {f}.",
+        "Invoke {f}.",
+    ),
     Split.HELD_OUT: ("Execute {f}.", "Please use the {f} tool.", "Can you call {f}?"),
 }
 QUERY_FORMS = {
@@ -50,10 +69,20 @@ QUERY_FORMS = {
 }  # fmt: skip
 ACTION_FORMS = {
     Split.TRAIN: (
-        "{V} the {n} with {a}.", "Please {v} the {n} with {a}.", "{V} a {n} with {a}.", "{V} the {n}: {a}.",
-        "Can you {v} the {n} with {a}?", "I want to {v} a {n} with {a}.", "{V} {n}, {a}.", "{V} my {n} with {a}.",
+        "{V} the {n} with {a}.",
+        "Please {v} the {n} with {a}.",
+        "{V} a {n} with {a}.",
+        "{V} the {n}: {a}.",
+        "Can you {v} the {n} with {a}?",
+        "I want to {v} a {n} with {a}.",
+        "{V} {n}, {a}.",
+        "{V} my {n} with {a}.",
     ),
-    Split.HELD_OUT: ("Could you {v} the {n} with {a}?", "I'd like to {v} a {n} with {a}.", "Now {v} the {n} with {a}."),
+    Split.HELD_OUT: (
+        "Could you {v} the {n} with {a}?",
+        "I'd like to {v} a {n} with {a}.",
+        "Now {v} the {n} with {a}.",
+    ),
 }
 WEATHER_FORMS = {
     Split.TRAIN: (
@@ -69,7 +98,18 @@ WEATHER_FORMS = {
         "What's the weather in {x} now?", "Please tell me what the weather is like in {x}.", "Weather for {x}, please.",
     ),
 }  # fmt: skip
-CONDITIONS = ("sunny", "cloudy", "rainy", "windy", "snowy", "foggy", "clear", "stormy", "partly cloudy", "light rain")
+CONDITIONS = (
+    "sunny",
+    "cloudy",
+    "rainy",
+    "windy",
+    "snowy",
+    "foggy",
+    "clear",
+    "stormy",
+    "partly cloudy",
+    "light rain",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +160,9 @@ def place(rng: Random, words: WordSource) -> str:
 
 def weather_tool(rng: Random) -> tuple[Tool, str]:
     """One of many spellings of the weather function, and the name of its place parameter."""
-    name = rng.choice(("get_weather", "get_weather", "get_weather", "get_current_weather", "weather", "getWeather"))
+    name = rng.choice(
+        ("get_weather", "get_weather", "get_weather", "get_current_weather", "weather", "getWeather")
+    )
     parameter = rng.choice(("location", "location", "location", "city", "place"))
     described: dict[str, object] = {"type": "string"}
     if rng.random() < 0.6:
@@ -171,14 +213,20 @@ def weather(rng: Random, split: Split, words: WordSource) -> Request:
     text = dress(rng, fill(phrasing, x=city), split)
     value = city.lower() if text == text.lower() else city
     call = call_of(tool.name, {parameter: value})
-    return Request(text, phrasing, tool, call, f"The weather in {value}", weather_result(rng), parameter, value)
+    return Request(
+        text, phrasing, tool, call, f"The weather in {value}", weather_result(rng), parameter, value
+    )
 
 
 def function_noun(rng: Random, split: Split, words: WordSource) -> str:
     """A noun for function names; every noun belongs to one split."""
     while True:
         noun = joined_noun(rng, words)
-        if len(noun) > 2 and noun not in ("the", "weather", "you", "and") and split_of(f"function {noun}") is split:
+        if (
+            len(noun) > 2
+            and noun not in ("the", "weather", "you", "and")
+            and split_of(f"function {noun}") is split
+        ):
             return noun
 
 
@@ -283,7 +331,9 @@ def bare(rng: Random, split: Split, words: WordSource) -> Request:
     """A function without parameters."""
     verb, noun = rng.choice(QUERY_VERBS), function_noun(rng, split, words)
     name = function_name(rng, verb, noun, words)
-    parameters: dict[str, object] | None = {"type": "object", "properties": {}} if rng.random() < 0.6 else None
+    parameters: dict[str, object] | None = (
+        {"type": "object", "properties": {}} if rng.random() < 0.6 else None
+    )
     tool = Tool(name, rng.choice((f"{verb.capitalize()} the {noun}.", f"Returns the {noun}")), parameters)
     if rng.random() < 0.5:
         phrasing = pick(rng, EXPLICIT_BARE, split)

@@ -189,7 +189,13 @@ def unknown_text(rng: Random, split: Split, words: WordSource) -> tuple[str, str
 
 def joined_noun(rng: Random, words: WordSource) -> str:
     """A random noun that is no relation the model knows."""
-    known = {part for r in relations() for part in r.name.split()} | {"money", "symbol", "number", "city", "length"}
+    known = {part for r in relations() for part in r.name.split()} | {
+        "money",
+        "symbol",
+        "number",
+        "city",
+        "length",
+    }
     while True:
         noun = words.word(rng)
         if noun not in known:

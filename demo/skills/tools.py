@@ -29,7 +29,14 @@ from antiphon.demo.words import WordSource
 Maker = Callable[[Random, Split, Effort, WordSource], Example]
 
 AGAIN = {
-    Split.TRAIN: ("And {x}?", "And for {x}?", "What about {x}?", "Now {x}.", "And the same for {x}?", "Same for {x}."),
+    Split.TRAIN: (
+        "And {x}?",
+        "And for {x}?",
+        "What about {x}?",
+        "Now {x}.",
+        "And the same for {x}?",
+        "Same for {x}.",
+    ),
     Split.HELD_OUT: ("How about {x}?", "And now {x}?"),
 }
 
@@ -48,7 +55,9 @@ def offered(rng: Random, split: Split, words: WordSource, request: Request | Non
     taken = request.text.lower() if request else ""
     while others:
         other = make_request(rng, split, words, generic=request is None or rng.random() < 0.85)
-        clash = other.tool.name.lower() in {t.name.lower() for t in tools} or "weather" in other.tool.name.lower()
+        clash = (
+            other.tool.name.lower() in {t.name.lower() for t in tools} or "weather" in other.tool.name.lower()
+        )
         noun = other.subject.split()[-1 if other.parameter == "" else 1].lower()
         if not clash and noun not in taken.split():
             tools.append(other.tool)
@@ -123,7 +132,9 @@ def _judge(request: Request, after_result: bool) -> Expect:
     return Expect(contains=tuple(sentence.removeprefix("The function failed: ").split(", ")))
 
 
-def _example(skill: str, rng: Random, split: Split, effort: Effort, words: WordSource, generic: bool) -> Example:
+def _example(
+    skill: str, rng: Random, split: Split, effort: Effort, words: WordSource, generic: bool
+) -> Example:
     request = make_request(rng, split, words, generic)
     tools = offered(rng, split, words, request)
     turns: tuple[Turn, ...] = (UserTurn(request.text),)
@@ -168,6 +179,21 @@ def no_call(rng: Random, split: Split, effort: Effort, words: WordSource) -> Exa
 
 def _may_fit(tool: Tool, text: str) -> bool:
     """Whether a word of the function's name or description is in the user's text."""
-    vague = {"the", "of", "a", "for", "get", "returns", "given", "gives", "find", "show", "check", "in", "city", ""}
+    vague = {
+        "the",
+        "of",
+        "a",
+        "for",
+        "get",
+        "returns",
+        "given",
+        "gives",
+        "find",
+        "show",
+        "check",
+        "in",
+        "city",
+        "",
+    }
     named = f"{tool.name.replace('_', ' ')} {tool.description}".lower().replace(".", "").split()
     return bool((set(named) - vague) & set(text.replace("?", "").replace(".", "").split()))

@@ -1,0 +1,146 @@
+"""Scores answers to question sets, whoever gives them: a running server or the model in this process."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai_harmony as oh
+
+from antiphon.demo.dialogue import AssistantTurn, Effort, Expect, ToolCall
+from antiphon.demo.harmony import parse
+from antiphon.demo.questions import Question
+from antiphon.protocol.errors import AntiphonError
+
+REFUSALS = ("don't know", "do not know", "can't", "cannot", "not able to", "unable to")
+Generate = Callable[[Sequence[Question]], list[list[int]]]
+"""Questions -> raw token ids after ``<|start|>assistant``, greedy, stop token included, nothing repaired."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How one answer fared.
+
+    Attributes:
+        well_formed: the strict parser of openai-harmony takes it.
+        right: it is what the question expects.
+        reply: the parsed answer; None if it is not well-formed.
+    """
+
+    question: Question
+    well_formed: bool
+    right: bool
+    reply: AssistantTurn | None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Right answers out of all, for one line of the table."""
+
+    right: int
+    total: int
+
+    @property
+    def share(self) -> float:
+        """In [0, 1]."""
+        return self.right / self.total if self.total else 0.0
+
+
+def judge(question: Question, token_ids: list[int]) -> Verdict:
+    """Parse and judge one raw answer."""
+    try:
+        reply = parse(token_ids)
+    except (oh.HarmonyError, RuntimeError):
+        return Verdict(question, False, False, None)
+    spoke = reply.final is not None or reply.call is not None
+    return Verdict(question, spoke, spoke and is_right(question.expect, reply), reply)
+
+
+def is_right(expect: Expect, reply: AssistantTurn) -> bool:
+    """Whether a reply is what is expected."""
+    if expect.call is not None:
+        return reply.call is not None and same_call(expect.call, reply.call)
+    if reply.call is not None or reply.final is None:
+        return False
+    final = " ".join(reply.final.split()).lower()
+    if expect.refusal and not any(text in final for text in REFUSALS):
+        return False
+    if expect.equals is not None and final.strip(" .!\"'") != " ".join(expect.equals.lower().split()).strip(
+        " .!\"'"
+    ):
+        return False
+    return all(_has(final, text.lower()) for text in expect.contains)
+
+
+def same_call(expected: ToolCall, got: ToolCall) -> bool:
+    """Whether two calls name the same function with equal arguments; text is compared without case."""
+    if expected.name != got.name:
+        return False
+    try:
+        found = json.loads(got.arguments)
+    except json.JSONDecodeError:
+        return False
+    return _folded(json.loads(expected.arguments)) == _folded(found)
+
+
+def _folded(value: object) -> object:
+    if isinstance(value, str):
+        return value.lower()
+    if isinstance(value, dict):
+        return {key: _folded(item) for key, item in value.items()}
+    return value
+
+
+def _has(text: str, part: str) -> bool:
+    """Whether ``part`` is in ``text`` as a word of its own, not as a piece of a longer one or a number."""
+    return re.search(rf"(?<!\w){re.escape(part)}(?!\w)", text) is not None
+
+
+def table(verdicts: Iterable[Verdict]) -> dict[str, Score]:
+    """One score per skill, and ``well_formed`` over all of them."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for verdict in verdicts:
+        for name, good in ((verdict.question.skill, verdict.right), ("well_formed", verdict.well_formed)):
+            counts[name][0] += good
+            counts[name][1] += 1
+    return {name: Score(right, total) for name, (right, total) in counts.items()}
+
+
+def effort_score(questions: Sequence[Question], generate: Generate) -> Score:
+    """How often the analysis grows from low over medium to high effort on the same question."""
+    lengths: list[list[int]] = [[] for _ in questions]
+    for effort in Effort:
+        outputs = generate([question.with_effort(effort) for question in questions])
+        for row, output in zip(lengths, outputs, strict=True):
+            reply = judge(questions[0], output).reply
+            row.append(len(reply.analysis) if reply else -1)
+    return Score(sum(0 <= low < medium < high for low, medium, high in lengths), len(questions))
+
+
+def evaluate(questions: Sequence[Question], generate: Generate) -> list[Verdict]:
+    """Ask every question and judge the answers."""
+    return [judge(q, output) for q, output in zip(questions, generate(questions), strict=True)]
+
+
+def read_questions(path: Path) -> list[Question]:
+    """A question set: one JSON object a line, as ``Question.to_json`` writes them.
+
+    Raises:
+        AntiphonError: unreadable or malformed; the message names the file and the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise AntiphonError(f"{path}: cannot be read: {error.strerror}") from error
+    questions = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                questions.append(Question.from_json(json.loads(line)))
+            except (ValueError, KeyError, TypeError) as error:
+                raise AntiphonError(f"{path}, line {number}: not a question: {error}") from error
+    return questions

@@ -1,0 +1,74 @@
+"""Scores the trainable model in this process on held-out questions, and prints the table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from antiphon.demo.dataset import held_out_examples
+from antiphon.demo.evaluate import Score, effort_score, evaluate, table
+from antiphon.demo.generate import generate
+from antiphon.demo.harmony import encoding, render_prompt
+from antiphon.demo.network import TinyGptOss
+from antiphon.demo.questions import Question, prompt_parts, question_of
+from antiphon.demo.vocabulary import Vocabulary
+
+TARGETS = {
+    "facts": 0.95, "arithmetic": 0.90, "copying": 0.95, "multi_turn": 0.85, "tools": 0.95, "tools_unseen": 0.70,
+    "refusal": 0.90, "effort": 0.90, "well_formed": 0.995, "chat": 0.95, "no_call": 0.90,
+}  # fmt: skip
+EFFORT_SKILLS = ("facts", "arithmetic", "copying", "refusal")
+
+
+def prompt_of(question: Question) -> list[int]:
+    """Token ids that the model continues."""
+    turns, tools, instructions = prompt_parts(question)
+    return render_prompt(turns, tools, question.effort, instructions, question.date)
+
+
+def score_model(
+    model: TinyGptOss,
+    vocabulary: Vocabulary,
+    per_skill: int,
+    answers: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1,
+) -> dict[str, tuple[int, int]]:
+    """(right, total) per skill on ``per_skill`` held-out questions each; wrong answers go to ``answers``."""
+
+    def ask(questions: Sequence[Question]) -> list[list[int]]:
+        return generate(model, vocabulary, [prompt_of(q) for q in questions], dtype=dtype)
+
+    questions = [question_of(example) for example in held_out_examples(seed, per_skill)]
+    raw: dict[int, list[int]] = {}
+
+    def keep(asked: Sequence[Question]) -> list[list[int]]:
+        outputs = ask(asked)
+        raw.update(enumerate(outputs))
+        return outputs
+
+    verdicts = evaluate(questions, keep)
+    scores = table(verdicts)
+    plain = [q for q in questions if q.skill in EFFORT_SKILLS]
+    scores["effort"] = effort_score(plain, ask)
+    if answers is not None:
+        with answers.open("w", encoding="utf-8") as file:
+            for i, verdict in enumerate(verdicts):
+                if not verdict.right:
+                    line = verdict.question.to_json() | {"answer": encoding().decode(raw[i])}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    tqdm.write(render_table(scores))
+    return {name: (score.right, score.total) for name, score in scores.items()}
+
+
+def render_table(scores: dict[str, Score]) -> str:
+    """The table as text: skill, share, target."""
+    lines = [f"{'skill':<14}{'right':>7}{'of':>6}{'share':>9}{'target':>9}"]
+    for name, score in sorted(scores.items()):
+        target = f"{TARGETS[name]:.1%}" if name in TARGETS else ""
+        lines.append(f"{name:<14}{score.right:>7}{score.total:>6}{score.share:>9.1%}{target:>9}")
+    return "\n".join(lines)
