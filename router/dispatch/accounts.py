@@ -60,7 +60,7 @@ class Accounts:
             request_id=generation.request_id,
             kind=kind,
             stage=stage,
-            attempts=generation.attempt + 1,
+            failures=generation.failures,
             workers=generation.workers_used,
             prompt_tokens=len(generation.prompt_token_ids),
             cached_tokens=generation.cached_tokens,

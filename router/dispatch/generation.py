@@ -97,12 +97,20 @@ class Timings:
     first_token_s: float | None = None
 
 
+ATTEMPT_STRIDE = 1 << 16
+"""Distance between attempts that the router starts.
+
+A decode worker that reserves pages anew counts on by one. With room in between, what it says about its own
+next attempt can never be taken for the router's, which may be on its way to it at that moment.
+"""
+
+
 @dataclass(slots=True)
 class Generation:
     """State that the dispatcher keeps of one choice.
 
-    ``attempt`` grows by one per recompute, whether the router or a preemption started it; ``failures`` counts
-    only attempts that failed. ``output_token_ids`` are all tokens of all attempts, in order.
+    ``attempt`` names the attempt in every message. ``failures`` counts attempts that failed; a preemption is
+    none. ``output_token_ids`` are all tokens of all attempts, in order.
     """
 
     request_id: str
@@ -146,6 +154,10 @@ class Generation:
         """
         check_move(self.state, to)
         self.state = to
+
+    def next_attempt(self) -> None:
+        """Begin an attempt that no worker has heard of."""
+        self.attempt = (self.attempt // ATTEMPT_STRIDE + 1) * ATTEMPT_STRIDE
 
     @property
     def cached_tokens(self) -> int:

@@ -11,7 +11,7 @@ import structlog
 from antiphon.protocol.messages import AbortRequest, GenerateRequest, Message, PrefillRequest
 from antiphon.router.dispatch.fleet import Fleet
 from antiphon.router.dispatch.gateway import WorkerGateway, WorkerUnreachable
-from antiphon.router.dispatch.generation import Generation
+from antiphon.router.dispatch.generation import ATTEMPT_STRIDE, Generation
 from antiphon.router.dispatch.placement import choose_decode, choose_prefill
 from antiphon.router.metrics import RouterMetrics
 
@@ -103,17 +103,18 @@ class Legs:
 
     def abort(self, generation: Generation, reason: str) -> None:
         """Tell every worker that holds a leg to stop, and forget them."""
-        self.drop_prefill(generation, reason)
+        # Up to the last attempt that the workers can have begun by themselves.
+        last = (generation.attempt // ATTEMPT_STRIDE + 1) * ATTEMPT_STRIDE - 1
+        self.drop_prefill(generation, reason, last)
         if generation.decode_worker_id is not None:
-            self._abort_at(generation.decode_worker_id, generation, generation.attempt, reason)
+            self._abort_at(generation.decode_worker_id, generation, last, reason)
             generation.decode_worker_id = None
         generation.ticket = None
 
-    def drop_prefill(self, generation: Generation, reason: str, attempt: int | None = None) -> None:
-        """Tell the prefill worker of an attempt (the current one by default) to stop, and forget it."""
+    def drop_prefill(self, generation: Generation, reason: str, attempt: int) -> None:
+        """Tell the prefill worker to stop working on attempts up to this one, and forget it."""
         if generation.prefill_worker_id is not None:
-            stale = generation.attempt if attempt is None else attempt
-            self._abort_at(generation.prefill_worker_id, generation, stale, reason)
+            self._abort_at(generation.prefill_worker_id, generation, attempt, reason)
             generation.prefill_worker_id = None
 
     def _abort_at(self, worker_id: str, generation: Generation, attempt: int, reason: str) -> None:

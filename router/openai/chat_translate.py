@@ -168,15 +168,11 @@ def choice_of_mode(mode: str | None, tools: tuple[ToolDefinition, ...]) -> ToolC
     """A tool choice that names no function.
 
     Raises:
-        ApiError: 400 when a call is required and there is nothing to call, or when it cannot be enforced.
+        ApiError: 400 when a call is required and there is nothing to call.
     """
     choice = ToolChoice(ToolChoiceMode(mode or "auto"))
-    if choice.mode is ToolChoiceMode.REQUIRED:
-        if not tools:
-            raise invalid("'tool_choice' requires a call, but there is no function to call.", "tool_choice")
-        if len(tools) == 1:
-            return ToolChoice(ToolChoiceMode.REQUIRED, tools[0].name)
-        raise unsupported("tool_choice", "'required' cannot be enforced with several functions yet.")
+    if choice.mode is ToolChoiceMode.REQUIRED and not tools:
+        raise invalid("'tool_choice' requires a call, but there is no function to call.", "tool_choice")
     return choice
 
 

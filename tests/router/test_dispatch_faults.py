@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import msgspec
 import pytest
 
 from antiphon.protocol.messages import (
@@ -13,8 +14,10 @@ from antiphon.protocol.messages import (
     PrefillFailed,
     PrefillRequest,
     RequestRefused,
+    Reserved,
 )
 from antiphon.router.byte_format import CONTENT, byte_answer
+from antiphon.router.dispatch.generation import ATTEMPT_STRIDE
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
 
 TEXT = "The quick brown fox jumps over the lazy dog."
@@ -63,9 +66,9 @@ async def test_prefill_failure_starts_the_next_attempt(deploy):
     deployment.workers.workers["p0"].fail = ["transfer", "compute"]
     assert content_of(await deployment.chat()) == TEXT
     attempts = [message.attempt for message in sent(deployment.workers, "d0", GenerateRequest)]
-    assert attempts == [0, 1, 2]
+    assert attempts == [0, ATTEMPT_STRIDE, 2 * ATTEMPT_STRIDE]
     aborted = [message.attempt for message in sent(deployment.workers, "d0", AbortRequest)]
-    assert aborted == [0, 1]
+    assert aborted == [ATTEMPT_STRIDE - 1, 2 * ATTEMPT_STRIDE - 1]
     assert await deployment.metric("retries_total", leg="prefill", reason="transfer") == 1
     priorities = [message.priority for message in sent(deployment.workers, "d0", GenerateRequest)]
     assert priorities[1] < priorities[0]
@@ -155,7 +158,7 @@ async def test_dead_prefill_worker(deploy, until):
     workers.workers[other].hold = False
     workers.kill(victim)
     assert content_of(await answer) == TEXT
-    assert sent(workers, other, PrefillRequest)[0].attempt == 1
+    assert sent(workers, other, PrefillRequest)[0].attempt == ATTEMPT_STRIDE
 
 
 async def test_prefill_that_fails_after_its_worker_was_left_is_not_believed(deploy, until):
@@ -228,6 +231,40 @@ async def test_preemption_prefills_prompt_and_output_again(deploy, until):
     assert second.token_ids == request.prompt_token_ids + byte_answer((CONTENT, TEXT))[:emitted]
     # A preemption is decode's business: no attempt of the router is used up and nothing is aborted.
     assert not sent(workers, "d0", AbortRequest)
+
+
+async def test_both_sides_may_start_over_at_the_same_moment(deploy, until):
+    """Decode reserved anew while the router, told by prefill, started its own next attempt."""
+    workers = workers_saying()
+    workers.workers["p0"].hold = True
+    deployment = await deploy(workers)
+    answer = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["p0"].held)
+    request = workers.workers["p0"].held[0]
+    workers.workers["d0"].hold = True
+    workers.say("p0", PrefillFailed(request.request_id, 0, "transfer", "x"))
+    stale = msgspec.structs.replace(request.ticket, attempt=1)
+    workers.say("d0", Reserved(request.request_id, 1, 0, stale, 0.0))
+    await asyncio.sleep(0.02)
+    # Nobody may be sent to write pages that decode is giving up.
+    assert len(sent(workers, "p0", PrefillRequest)) == 1
+    workers.workers["p0"].hold = False
+    workers.go_on("d0")
+    assert content_of(await answer) == TEXT
+    assert sent(workers, "p0", PrefillRequest)[1].ticket.attempt == ATTEMPT_STRIDE
+
+
+async def test_kv_that_never_comes_uses_up_the_attempts(deploy, until):
+    workers = workers_saying()
+    workers.workers["p0"].hold = True
+    deployment = await deploy(workers, max_attempts=3)
+    answer = asyncio.create_task(deployment.chat())
+    for count in (1, 2, 3):
+        await until(lambda count=count: len(sent(workers, "p0", PrefillRequest)) == count)
+        workers.preempt("d0", next(iter(workers.workers["d0"].requests)), emitted=0)
+    assert (await answer).status_code == 500
+    assert await deployment.metric("retries_total", leg="prefill", reason="kv_lost") == 2
+    assert not workers.workers["d0"].requests
 
 
 async def test_full_decode_worker_is_passed_over(deploy):
