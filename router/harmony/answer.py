@@ -14,6 +14,7 @@ from antiphon.router.formatter import (
     ToolCallArgumentsDelta,
     ToolCallStart,
 )
+from antiphon.router.harmony.repairs import Repair
 
 _SEPARATOR = "\n"
 """Between two messages that end up in the same text."""
@@ -31,7 +32,7 @@ class Sink(Enum):
 class AnswerWriter:
     """Collects deltas between two calls of ``take``; texts of one kind in a row are one delta."""
 
-    def __init__(self, repairs: Counter[str]) -> None:
+    def __init__(self, repairs: Counter[Repair]) -> None:
         self.calls = 0
         self.sink = Sink.NOWHERE
         self._repairs = repairs
@@ -80,7 +81,7 @@ class AnswerWriter:
     def close(self, *, complete: bool) -> None:
         """The open message ends; a ``complete`` call without arguments gets an empty object."""
         if self.sink is Sink.CALL and self._call_is_empty and complete:
-            self._repairs["call_without_arguments"] += 1
+            self._repairs[Repair.CALL_WITHOUT_ARGUMENTS] += 1
             self.write("{}")
         self._flush()
         self.sink = Sink.NOWHERE

@@ -6,6 +6,7 @@ Plain functions from text to text; the command itself is wired in ``cluster``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NotRequired, TypedDict
@@ -30,6 +31,8 @@ from antiphon.router.harmony.vocabulary import load_vocabulary
 from antiphon.router.openai.chat_schema import ChatCompletionRequest
 from antiphon.router.openai.chat_translate import to_conversation
 from antiphon.router.openai.request_fields import parse_body
+
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 class TranscriptError(AntiphonError):
@@ -71,10 +74,12 @@ def render_request(request_json: str | bytes, *, ids: bool = False, current_date
     ``YYYY-MM-DD``; today when absent.
 
     Raises:
-        TranscriptError: not a JSON object.
+        TranscriptError: not a JSON object, or no date.
         ApiError, InvalidPrompt: the request is not valid; names the field.
     """
     date = current_date or today()
+    if not _DATE.fullmatch(date):
+        raise TranscriptError(f"the date {date!r} is not of the form YYYY-MM-DD")
     formatter = HarmonyFormatter(current_date=lambda: date)
     prompt = formatter.render(conversation_of(request_json))
     return json.dumps(prompt.token_ids) if ids else formatter.vocabulary.decode(prompt.token_ids)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
 from antiphon.router.harmony.markers import CHANNEL, CONSTRAIN, START
+from antiphon.router.harmony.repairs import Repair
 
 
 class Channel(StrEnum):
@@ -50,16 +51,18 @@ class HeaderReading:
 
     ``body`` is text that belongs to the message, found in a header that has no ``<|message|>``. ``headless``
     means that nothing was recognised: all of it is body. ``garbled`` means that a channel runs into other
-    text, which cannot be trusted to be meant for the user.
+    text, which cannot be trusted to be meant for the user. ``stray`` is a sentence that stands in the header
+    where words of a header should.
     """
 
     channel: Channel | None = None
     recipients: list[str] = field(default_factory=list)
     foreign_author: bool = False
     body: str = ""
+    stray: str = ""
     headless: bool = False
     garbled: bool = False
-    repairs: list[str] = field(default_factory=list)
+    repairs: list[Repair] = field(default_factory=list)
 
 
 _RECIPIENT = re.compile(r"""to\s*=\s*["'`]?((?:functions\.\s*)?[^\s<{\["'`(]*)["'`]?""")
@@ -74,6 +77,8 @@ _FOREIGN_AUTHOR = re.compile(
 )
 _WORD = re.compile(r"[^\s{\[<]+")
 _JUNK_WORD = re.compile(r"\S+")
+_SENTENCE = re.compile(r"(?!.*\bto\s*=)\S+(?:\s+\S+){2,}", re.DOTALL)
+"""Three words or more, none of them a recipient."""
 _ALIASES = {
     "thinking": Channel.ANALYSIS,
     "thought": Channel.ANALYSIS,
@@ -110,9 +115,9 @@ class _HeaderScanner:
             position = self._opening(part)
             self._rest(part, position, body_may_follow)
         if len(self.reading.recipients) > 1:
-            self.reading.repairs.append("recipient_repeated")
+            self.reading.repairs.append(Repair.RECIPIENT_REPEATED)
         if sum(part.marker == CHANNEL for part in parts) > 1:
-            self.reading.repairs.append("channel_repeated")
+            self.reading.repairs.append(Repair.CHANNEL_REPEATED)
 
     def _opening(self, part: HeaderPart) -> int:
         """Where the part goes on after what its marker announces."""
@@ -136,7 +141,7 @@ class _HeaderScanner:
             return 0
         if certain or self._origin is Origin.MARKED or _CHANNEL_WORD.match(text, assistant.end()):
             if self._origin is not Origin.MARKED or assistant.group().strip() != "assistant":
-                self.reading.repairs.append("header_author")
+                self.reading.repairs.append(Repair.HEADER_AUTHOR)
             return assistant.end()
         return 0
 
@@ -144,7 +149,7 @@ class _HeaderScanner:
         start = len(text) - len(text.lstrip())
         word = _WORD.match(text, start)
         if word is None or _RECIPIENT.match(text, start):
-            self.reading.repairs.append("channel_missing")
+            self.reading.repairs.append(Repair.CHANNEL_MISSING)
             return start
         known = _CHANNEL_WORD.match(text, start)
         if known is not None:
@@ -153,7 +158,7 @@ class _HeaderScanner:
         channel = _ALIASES.get(name)
         if channel is None and len(name) >= _SHORTEST_STEM:
             channel = next((one for one in Channel if one.startswith(name)), None)
-        self.reading.repairs.append("channel_unknown")
+        self.reading.repairs.append(Repair.CHANNEL_UNKNOWN)
         if channel is None:
             return word.end() if self._ended else start
         self.reading.channel = channel
@@ -169,10 +174,10 @@ class _HeaderScanner:
         )
         self.reading.channel = Channel(name.lower())
         if name != name.lower():
-            self.reading.repairs.append("channel_case")
+            self.reading.repairs.append(Repair.CHANNEL_CASE)
         if follows_cleanly:
             return known.end()
-        self.reading.repairs.append("channel_glued")
+        self.reading.repairs.append(Repair.CHANNEL_GLUED)
         if self._ended:
             return word_end
         # "finalHello" is a channel and a sentence; "commentary?" and "finally" are neither.
@@ -199,25 +204,37 @@ class _HeaderScanner:
             junk = _JUNK_WORD.match(text, position)
             if junk is None:
                 return
-            reading.repairs.append("header_junk")
-            position = junk.end()
+            position = self._skip_junk(text, junk)
+
+    def _skip_junk(self, text: str, word: re.Match[str]) -> int:
+        """Step over a word that means nothing here; several in a row are a sentence, which is kept."""
+        sentence = text[word.start() :].rstrip()
+        if self.reading.stray or _SENTENCE.fullmatch(sentence) is None:
+            self.reading.repairs.append(Repair.HEADER_JUNK)
+            return word.end()
+        self.reading.repairs.append(Repair.HEADER_TEXT)
+        self.reading.stray = sentence
+        return len(text)
 
     def _recognised(self, part: HeaderPart, position: int) -> int | None:
         """The end of the recipient, bare channel or content type that stands at ``position``."""
         text = part.text
         reading = self.reading
         if (recipient := _RECIPIENT.match(text, position)) is not None and recipient.group(1):
-            reading.recipients.append("".join(recipient.group(1).split()))
+            name = "".join(recipient.group(1).split())
+            if recipient.group().rstrip() != f"to={name}":
+                reading.repairs.append(Repair.RECIPIENT_SPELLING)
+            reading.recipients.append(name)
             return recipient.end()
         if (named := _NAMESPACED.match(text, position)) is not None:
             reading.recipients.append(named.group())
-            reading.repairs.append("recipient_unmarked")
+            reading.repairs.append(Repair.RECIPIENT_UNMARKED)
             return named.end()
         if part.marker == START and self._is_bare_channel(part, position):
             word = _CHANNEL_WORD.match(text, position)
             if word is not None:
                 reading.channel = Channel(word.group())
-                reading.repairs.append("channel_unmarked")
+                reading.repairs.append(Repair.CHANNEL_UNMARKED)
                 return word.end()
         in_header = part.marker != START or reading.channel is not None or bool(reading.recipients)
         if in_header and (content_type := _CONTENT_TYPE.match(text, position)) is not None:

@@ -39,6 +39,7 @@ from antiphon.router.harmony.recipients import (
     ToolPolicy,
     function_of,
 )
+from antiphon.router.harmony.repairs import Repair
 
 HEADER_LIMIT_BYTES = 256
 """A header longer than this is text whose header is missing; until then it is held back."""
@@ -62,7 +63,7 @@ class HarmonyParser:
     def __init__(self, pieces: Sequence[bytes], tools: ToolPolicy, forced_ids: Sequence[int] = ()) -> None:
         self._pieces = pieces
         self._tools = tools
-        self._repairs: Counter[str] = Counter()
+        self._repairs: Counter[Repair] = Counter()
         self._writer = AnswerWriter(self._repairs)
         self._state = _State.HEADER
         self._origin = Origin.PROMPT
@@ -97,7 +98,7 @@ class HarmonyParser:
             deltas=tuple(self._writer.take()),
             tool_calls=self._writer.calls,
             reasoning_tokens=self._reasoning_tokens,
-            repairs=dict(self._repairs),
+            repairs={repair.value: count for repair, count in self._repairs.items()},
         )
 
     # ------------------------------------------------------------------------------------------- tokens
@@ -111,7 +112,7 @@ class HarmonyParser:
             self._marker(token)
             return
         else:
-            self._repairs["unknown_token"] += 1
+            self._repairs[Repair.UNKNOWN_TOKEN] += 1
             piece = _NOT_UTF8
         if self._state is _State.BODY:
             self._body_piece(piece)
@@ -131,7 +132,7 @@ class HarmonyParser:
 
     def _header_piece(self, piece: bytes) -> None:
         if self._state is _State.BETWEEN:
-            self._repairs["start_missing"] += 1
+            self._repairs[Repair.START_MISSING] += 1
             self._begin_header(Origin.IMPLIED)
         self._header[-1][1].extend(piece)
         self._header_bytes += len(piece)
@@ -150,38 +151,38 @@ class HarmonyParser:
         elif token in TERMINATORS:
             self._terminator(token)
         else:
-            self._repairs["reserved_token"] += 1
+            self._repairs[Repair.RESERVED_TOKEN] += 1
 
     # ------------------------------------------------------------------------------------------ markers
 
     def _start(self) -> None:
         if self._state is _State.BODY:
-            self._repairs["end_missing"] += 1
+            self._repairs[Repair.END_MISSING] += 1
             self._close_body(complete=True)
         elif self._state is _State.HEADER:
-            self._repairs["start_repeated"] += 1
+            self._repairs[Repair.START_REPEATED] += 1
             self._abandoned_header()
         self._begin_header(Origin.MARKED)
 
     def _message(self) -> None:
         if self._state is _State.BODY:
-            self._repairs["stray_marker"] += 1
+            self._repairs[Repair.STRAY_MARKER] += 1
             return
         if self._state is _State.BETWEEN:
-            self._repairs["start_missing"] += 1
+            self._repairs[Repair.START_MISSING] += 1
             self._begin_header(Origin.IMPLIED)
         self._open_body(read_header(self._parts(), self._origin, ended=True))
 
     def _header_marker(self, token: int) -> None:
         if self._state is _State.BODY:
             if token == CONSTRAIN:
-                self._repairs["stray_marker"] += 1
+                self._repairs[Repair.STRAY_MARKER] += 1
                 return
-            self._repairs["end_missing"] += 1
+            self._repairs[Repair.END_MISSING] += 1
             self._close_body(complete=True)
             self._begin_header(Origin.INLINE)
         elif self._state is _State.BETWEEN:
-            self._repairs["start_missing"] += 1
+            self._repairs[Repair.START_MISSING] += 1
             self._begin_header(Origin.IMPLIED)
         self._header.append((token, bytearray()))
 
@@ -191,7 +192,7 @@ class HarmonyParser:
         elif self._state is _State.HEADER:
             self._abandoned_header()
         elif token != END_OF_TEXT:
-            self._repairs["stray_terminator"] += 1
+            self._repairs[Repair.STRAY_TERMINATOR] += 1
         self._state = _State.BETWEEN
 
     # ------------------------------------------------------------------------------------------ headers
@@ -212,14 +213,14 @@ class HarmonyParser:
         """A header that ended without ``<|message|>``: what is not header in it is the message."""
         if self._is_empty_header():
             return
-        self._repairs["message_missing"] += 1
+        self._repairs[Repair.MESSAGE_MISSING] += 1
         reading = read_header(self._parts(), self._origin, ended=False)
         if reading.headless and reading.body.strip():
-            self._repairs["header_missing"] += 1
+            self._repairs[Repair.HEADER_MISSING] += 1
             self._writer.hold(reading.body)
             return
         if reading.headless or (reading.garbled and not any(map(str.isalnum, reading.body))):
-            self._repairs["header_dropped"] += 1
+            self._repairs[Repair.HEADER_DROPPED] += 1
             return
         if reading.body or reading.recipients:
             self._open_body(reading)
@@ -231,7 +232,7 @@ class HarmonyParser:
             return
         reading = read_header(self._parts(), self._origin, ended=False)
         if is_cut_header(reading.body) or reading.recipients:
-            self._repairs["header_cut"] += 1
+            self._repairs[Repair.HEADER_CUT] += 1
             return
         self._abandoned_header()
 
@@ -243,14 +244,14 @@ class HarmonyParser:
 
     def _open_unmarked_body(self) -> None:
         """The header turns into a message that goes on: its last code point may still be incomplete."""
-        self._repairs["message_missing"] += 1
+        self._repairs[Repair.MESSAGE_MISSING] += 1
         last = self._header[-1][1]
         _, whole = utf_8_decode(last, "replace", False)
         partial = bytes(last[whole:])
         del last[whole:]
         reading = read_header(self._parts(), self._origin, ended=False)
         if reading.headless:
-            self._repairs["header_missing"] += 1
+            self._repairs[Repair.HEADER_MISSING] += 1
         self._open_body(reading)
         self._partial = partial
 
@@ -258,6 +259,8 @@ class HarmonyParser:
 
     def _open_body(self, reading: HeaderReading) -> None:
         self._repairs.update(reading.repairs)
+        if reading.stray:
+            self._writer.hold(reading.stray)
         self._state = _State.BODY
         self._route(reading)
         self._writer.write(reading.body)
@@ -271,7 +274,7 @@ class HarmonyParser:
     def _end_code_point(self) -> None:
         """Bytes that wait for the rest of their code point will not get it: none spans a marker."""
         if self._partial:
-            self._repairs["code_point_cut"] += 1
+            self._repairs[Repair.CODE_POINT_CUT] += 1
             self._writer.write(utf_8_decode(self._partial, "replace", True)[0])
             self._partial = b""
 
@@ -279,7 +282,7 @@ class HarmonyParser:
         """Open the place that the message's text goes to."""
         function = self._function(reading)
         if reading.foreign_author:
-            self._repairs["foreign_author"] += 1
+            self._repairs[Repair.FOREIGN_AUTHOR] += 1
             self._writer.open(Sink.REASONING)
         elif function is not None:
             self._route_call(function, reading.channel)
@@ -296,9 +299,9 @@ class HarmonyParser:
             self._writer.open(Sink.REASONING)
             return
         if channel is not Channel.COMMENTARY:
-            self._repairs["call_channel"] += 1
+            self._repairs[Repair.CALL_CHANNEL] += 1
         if function.repair is not None:
-            self._repairs[function.repair.value] += 1
+            self._repairs[function.repair] += 1
         self._writer.open_call(function.name)
 
     def _function(self, reading: HeaderReading) -> FunctionRecipient | None:
@@ -308,10 +311,10 @@ class HarmonyParser:
     def _may_surface(self) -> bool:
         """Whether one more call may be shown; one that may not is reasoning, and counted."""
         if not self._tools.surface:
-            self._repairs["call_not_allowed"] += 1
+            self._repairs[Repair.CALL_NOT_ALLOWED] += 1
             return False
         if self._tools.max_calls is not None and self._writer.calls >= self._tools.max_calls:
-            self._repairs["call_beyond_limit"] += 1
+            self._repairs[Repair.CALL_BEYOND_LIMIT] += 1
             return False
         return True
 
@@ -320,5 +323,5 @@ class HarmonyParser:
         hidden = [one for one in reading.recipients if one not in VISIBLE_RECIPIENTS]
         if not hidden or reading.channel is Channel.FINAL:
             return False
-        self._repairs["recipient_unknown"] += 1
+        self._repairs[Repair.RECIPIENT_UNKNOWN] += 1
         return True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import StrEnum
+
+from antiphon.router.harmony.repairs import Repair
 
 _FUNCTIONS_PREFIX = re.compile(r"functions?[.:/]", re.IGNORECASE)
 _GLUED = re.compile(
@@ -22,14 +23,6 @@ _NEVER_FUNCTIONS = frozenset(
 
 VISIBLE_RECIPIENTS = frozenset({"user", "all"})
 """Recipients that change nothing: the message is for whoever reads the channel."""
-
-
-class RecipientRepair(StrEnum):
-    """What had to be overlooked to recognise a function."""
-
-    BARE_NAME = "recipient_without_namespace"
-    GLUED_SUFFIX = "recipient_with_glued_suffix"
-    UNDECLARED = "recipient_undeclared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +44,7 @@ class FunctionRecipient:
     """A recipient that is a function, and what was overlooked."""
 
     name: str
-    repair: RecipientRepair | None = None
+    repair: Repair | None = None
 
 
 def function_of(recipient: str, names: frozenset[str] | None) -> FunctionRecipient | None:
@@ -62,7 +55,7 @@ def function_of(recipient: str, names: frozenset[str] | None) -> FunctionRecipie
     are not known and it is neither a role, a channel nor a tool of the model's training.
     """
     if names is not None and recipient in names:
-        return FunctionRecipient(recipient, RecipientRepair.BARE_NAME)
+        return FunctionRecipient(recipient, Repair.RECIPIENT_BARE)
     prefix = _FUNCTIONS_PREFIX.match(recipient)
     if prefix is None:
         return _bare_function(recipient, names)
@@ -74,17 +67,17 @@ def function_of(recipient: str, names: frozenset[str] | None) -> FunctionRecipie
         return FunctionRecipient(name)
     declared = _without_glue(name, names)
     if declared is not None:
-        return FunctionRecipient(declared, RecipientRepair.GLUED_SUFFIX)
-    return FunctionRecipient(name, RecipientRepair.UNDECLARED) if name else None
+        return FunctionRecipient(declared, Repair.RECIPIENT_GLUED)
+    return FunctionRecipient(name, Repair.RECIPIENT_UNDECLARED) if name else None
 
 
 def _bare_function(recipient: str, names: frozenset[str] | None) -> FunctionRecipient | None:
     if names is not None:
         declared = _without_glue(recipient, names)
-        return None if declared is None else FunctionRecipient(declared, RecipientRepair.GLUED_SUFFIX)
+        return None if declared is None else FunctionRecipient(declared, Repair.RECIPIENT_GLUED)
     if recipient.lower() in _NEVER_FUNCTIONS or not _FUNCTION_NAME.fullmatch(recipient):
         return None
-    return FunctionRecipient(recipient, RecipientRepair.BARE_NAME)
+    return FunctionRecipient(recipient, Repair.RECIPIENT_BARE)
 
 
 def _without_glue(name: str, names: frozenset[str]) -> str | None:

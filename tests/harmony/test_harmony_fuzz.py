@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -89,7 +90,11 @@ def _body_texts(vocabulary: Vocabulary, token_ids: Sequence[int]) -> list[str]:
 
 
 def _check(
-    vocabulary: Vocabulary, parse_tokens, token_ids: list[int], steps: list[int], tools: ToolPolicy
+    vocabulary: Vocabulary,
+    parse_tokens: Callable[..., Any],
+    token_ids: list[int],
+    steps: list[int],
+    tools: ToolPolicy,
 ) -> None:
     reason = FinishReason.LENGTH if len(token_ids) % 2 else FinishReason.STOP
     answer = parse_tokens(token_ids, steps, tools, reason)
@@ -108,7 +113,9 @@ def _check(
         assert len(answer.calls) <= tools.max_calls
 
 
-def test_a_hundred_thousand_random_sequences(vocabulary: Vocabulary, parse_tokens) -> None:
+def test_a_hundred_thousand_random_sequences(
+    vocabulary: Vocabulary, parse_tokens: Callable[..., Any]
+) -> None:
     order = random.Random(20_260)
     kinds = _alphabet(vocabulary)
     for _ in range(SEQUENCES):
@@ -133,6 +140,10 @@ _TOKENS = st.lists(st.one_of([st.sampled_from(kind) for kind in _alphabet(load_v
 )
 @given(_TOKENS, st.lists(st.integers(1, 7), min_size=1, max_size=4), st.sampled_from(POLICIES))
 def test_random_sequences_shrink(
-    vocabulary: Vocabulary, parse_tokens, token_ids: list[int], steps: list[int], tools: ToolPolicy
+    vocabulary: Vocabulary,
+    parse_tokens: Callable[..., Any],
+    token_ids: list[int],
+    steps: list[int],
+    tools: ToolPolicy,
 ) -> None:
     _check(vocabulary, parse_tokens, token_ids, steps, tools)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -42,14 +44,18 @@ def test_each_token_of_content_is_shown_at_once(vocabulary: Vocabulary) -> None:
     assert parser.feed(vocabulary.encode_marked("<|return|>")) == []
 
 
-def test_a_step_of_several_tokens_loses_none(vocabulary: Vocabulary, parse_tokens) -> None:
+def test_a_step_of_several_tokens_loses_none(
+    vocabulary: Vocabulary, parse_tokens: Callable[..., Any]
+) -> None:
     text = "<|channel|>analysis<|message|>one two<|end|><|start|>assistant" + FINAL + "three four<|return|>"
     token_ids = vocabulary.encode_marked(text)
     assert parse_tokens(token_ids).deltas == [ReasoningDelta("one two"), ContentDelta("three four")]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_steps_change_nothing(vocabulary: Vocabulary, parse_tokens, seed: int) -> None:
+def test_random_steps_change_nothing(
+    vocabulary: Vocabulary, parse_tokens: Callable[..., Any], seed: int
+) -> None:
     token_ids = vocabulary.encode_marked(
         "I must<|end|><|start|>assistant<|channel|>analysis<|message|>t👨‍👩‍👧‍👦<|end|><|start|>assistant"
         + TWO_CALLS
@@ -62,7 +68,9 @@ def test_random_steps_change_nothing(vocabulary: Vocabulary, parse_tokens, seed:
     assert parse_tokens(token_ids, steps).merged == parse_tokens(token_ids).merged
 
 
-def test_no_delta_holds_part_of_a_code_point(vocabulary: Vocabulary, parse_tokens) -> None:
+def test_no_delta_holds_part_of_a_code_point(
+    vocabulary: Vocabulary, parse_tokens: Callable[..., Any]
+) -> None:
     family = "👨‍👩‍👧‍👦"
     token_ids = vocabulary.encode_marked(FINAL + family + "<|return|>")
     answer = parse_tokens(token_ids, [1])
@@ -71,14 +79,18 @@ def test_no_delta_holds_part_of_a_code_point(vocabulary: Vocabulary, parse_token
     assert all("�" not in delta.text for delta in answer.deltas)
 
 
-def test_invalid_bytes_become_replacement_characters(vocabulary: Vocabulary, parse_tokens) -> None:
+def test_invalid_bytes_become_replacement_characters(
+    vocabulary: Vocabulary, parse_tokens: Callable[..., Any]
+) -> None:
     token_ids = [*vocabulary.encode_marked(FINAL), 9552, 9552, *vocabulary.encode("a")]
     answer = parse_tokens(token_ids, [1])
     assert answer.content == b"".join([vocabulary.pieces[9552]] * 2).decode("utf-8", "replace") + "a"
     assert "�" in answer.content
 
 
-def test_a_code_point_cut_by_the_end_is_replaced_and_counted(vocabulary: Vocabulary, parse_tokens) -> None:
+def test_a_code_point_cut_by_the_end_is_replaced_and_counted(
+    vocabulary: Vocabulary, parse_tokens: Callable[..., Any]
+) -> None:
     emoji = vocabulary.encode("🫠")
     assert len(emoji) > 1
     answer = parse_tokens([*vocabulary.encode_marked(FINAL + "a"), *emoji[:-1]], reason=FinishReason.LENGTH)
@@ -86,13 +98,15 @@ def test_a_code_point_cut_by_the_end_is_replaced_and_counted(vocabulary: Vocabul
     assert answer.outcome.repairs == {"code_point_cut": 1}
 
 
-def test_ids_outside_the_vocabulary_are_replaced(vocabulary: Vocabulary, parse_tokens) -> None:
+def test_ids_outside_the_vocabulary_are_replaced(
+    vocabulary: Vocabulary, parse_tokens: Callable[..., Any]
+) -> None:
     answer = parse_tokens([*vocabulary.encode_marked(FINAL + "a"), -1, vocabulary.size, 10**12])
     assert answer.content == "a���"
     assert answer.outcome.repairs == {"unknown_token": 3}
 
 
-def test_calls_start_once_with_unique_ids(vocabulary: Vocabulary, parse_tokens) -> None:
+def test_calls_start_once_with_unique_ids(vocabulary: Vocabulary, parse_tokens: Callable[..., Any]) -> None:
     answer = parse_tokens(vocabulary.encode_marked(TWO_CALLS), [1])
     starts = [delta for delta in answer.deltas if isinstance(delta, ToolCallStart)]
     assert [(start.index, start.name) for start in starts] == [(0, "f"), (1, "g")]
@@ -102,7 +116,9 @@ def test_calls_start_once_with_unique_ids(vocabulary: Vocabulary, parse_tokens) 
     assert answer.outcome.tool_calls == 2
 
 
-def test_arguments_on_the_analysis_channel_are_never_reasoning(vocabulary: Vocabulary, parse_tokens) -> None:
+def test_arguments_on_the_analysis_channel_are_never_reasoning(
+    vocabulary: Vocabulary, parse_tokens: Callable[..., Any]
+) -> None:
     token_ids = vocabulary.encode_marked(
         '<|channel|>analysis to=functions.f code<|message|>{"path":""}<|call|>'
     )
