@@ -65,7 +65,7 @@ class HeaderReading:
     repairs: list[Repair] = field(default_factory=list)
 
 
-_RECIPIENT = re.compile(r"""to\s*=\s*["'`]?((?:functions\.\s*)?[^\s<{\["'`(]*)["'`]?""")
+_RECIPIENT = re.compile(r"""to\s*=\s*["'`]?((?:functions\.\s*)?(?:(?!to\s*=)[^\s<{\["'`(])*)["'`]?""")
 _NAMESPACED = re.compile(r"functions\.[^\s<{\[\"'`(]+")
 _CHANNEL_NAMES = "analysis|commentary|final"
 _CHANNEL_WORD = re.compile(rf"({_CHANNEL_NAMES})", re.IGNORECASE)

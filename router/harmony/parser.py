@@ -24,6 +24,7 @@ from antiphon.router.harmony.headers import (
     read_header,
 )
 from antiphon.router.harmony.markers import (
+    CALL,
     CHANNEL,
     CONSTRAIN,
     END_OF_TEXT,
@@ -44,6 +45,8 @@ from antiphon.router.harmony.repairs import Repair
 HEADER_LIMIT_BYTES = 256
 """A header longer than this is text whose header is missing; until then it is held back."""
 
+_MARKER_BYTES = 8
+"""What a marker in a header counts for, so that a run of them ends, too."""
 _NOT_UTF8 = b"\xff"
 
 
@@ -70,6 +73,7 @@ class HarmonyParser:
         self._header: list[tuple[int, bytearray]] = [(START, bytearray())]
         self._header_bytes = 0
         self._partial = b""
+        self._is_addressed = False
         self._last_was_body = False
         self._reasoning_tokens = 0
         for token in forced_ids:
@@ -185,9 +189,14 @@ class HarmonyParser:
             self._repairs[Repair.START_MISSING] += 1
             self._begin_header(Origin.IMPLIED)
         self._header.append((token, bytearray()))
+        self._header_bytes += _MARKER_BYTES
+        if self._header_bytes > HEADER_LIMIT_BYTES:
+            self._open_unmarked_body()
 
     def _terminator(self, token: int) -> None:
         if self._state is _State.BODY:
+            if token == CALL and not self._is_addressed:
+                self._repairs[Repair.CALL_WITHOUT_RECIPIENT] += 1
             self._close_body(complete=True)
         elif self._state is _State.HEADER:
             self._abandoned_header()
@@ -262,6 +271,7 @@ class HarmonyParser:
         if reading.stray:
             self._writer.hold(reading.stray)
         self._state = _State.BODY
+        self._is_addressed = bool(reading.recipients)
         self._route(reading)
         self._writer.write(reading.body)
 

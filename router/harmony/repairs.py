@@ -34,6 +34,7 @@ class Repair(StrEnum):
     RECIPIENT_UNKNOWN = "recipient_unknown"
     CALL_CHANNEL = "call_channel"
     CALL_WITHOUT_ARGUMENTS = "call_without_arguments"
+    CALL_WITHOUT_RECIPIENT = "call_without_recipient"
     CALL_NOT_ALLOWED = "call_not_allowed"
     CALL_BEYOND_LIMIT = "call_beyond_limit"
     STRAY_MARKER = "stray_marker"
