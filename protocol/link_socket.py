@@ -27,7 +27,7 @@ class SocketPump:
     """Delivers a socket's messages to a callback on the loop.
 
     ZeroMQ's file descriptor is edge-triggered: it must be drained whenever it fires and looked at again after
-    every send, which is what ``_drain`` and ``send`` do.
+    every send, which is what ``_drain_some`` and ``send`` do.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_parts: Callable[[list[bytes]], None]) -> None:
@@ -37,7 +37,7 @@ class SocketPump:
         self._descriptor = cast(int, socket.getsockopt(zmq.FD))
         self._closed = False
         self._drain_scheduled = False
-        self._loop.add_reader(self._descriptor, self._drain)
+        self._loop.add_reader(self._descriptor, self._drain_some)
         self._schedule_drain()
 
     def send(self, parts: list[bytes]) -> None:
@@ -59,18 +59,28 @@ class SocketPump:
 
     def _drain_later(self) -> None:
         self._drain_scheduled = False
-        self._drain()
+        self._drain_some()
 
-    def _drain(self) -> None:
+    def _drain_some(self) -> None:
         for _ in range(_RECEIVE_BUDGET):
-            if self._closed:
+            if not self._take_one():
                 return
-            try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._on_parts(parts)
         self._schedule_drain()
+
+    def drain(self) -> None:
+        """Deliver everything that has arrived, now."""
+        while self._take_one():
+            pass
+
+    def _take_one(self) -> bool:
+        if self._closed:
+            return False
+        try:
+            parts = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._on_parts(parts)
+        return True
 
 
 def _tuned(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
@@ -153,6 +163,8 @@ class DialledSocket:
     def _monitored(self, parts: list[bytes]) -> None:
         event: dict[str, Any] = dict(parse_monitor_message(parts))
         reason = _DOWN_EVENTS.get(event["event"])
+        if reason is not None and not self._down:
+            self._pump.drain()  # what arrived before the end counts, a farewell above all
         if reason is not None and not self._down:
             self._down = True
             self._on_down(reason)

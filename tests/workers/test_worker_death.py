@@ -34,6 +34,8 @@ def test_death_is_not_inferred_from_silence_and_ends_the_quarantine(started: Sta
     old.stop()
     router.abort(name)
     router.wait(name)
+    # A farewell may be lost with its connection; then the lease tells.
+    wait_until(lambda: [peer.worker_id for peer in router.lost] == ["prefill-0"])
     router.hold_prefill = False
     router.connect(pair.prefill_address)
     again = router.generate(router.random_prompt(60))
