@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from antiphon.router.conversation import Conversation, ToolChoiceMode
 from antiphon.router.formatter import InvalidPrompt, RenderedPrompt
-from antiphon.router.harmony.markers import END_OF_TEXT, RETURN, START, STOP_IDS
+from antiphon.router.harmony.markers import END_OF_TEXT, FIRST_SPECIAL, RETURN, START, STOP_IDS
 from antiphon.router.harmony.parser import HarmonyParser
 from antiphon.router.harmony.prompt import FUNCTIONS, call_message, conversation_messages, offered_tools
 from antiphon.router.harmony.recipients import ToolPolicy
@@ -76,6 +76,10 @@ class HarmonyFormatter:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, for any id below ``vocabulary_size``."""
         return self.vocabulary.pieces[token_id]
+
+    def is_marker(self, token_id: int) -> bool:
+        """Whether the token is a marker, used or reserved, and not text."""
+        return token_id >= FIRST_SPECIAL
 
     def _forced_header(self, conversation: Conversation) -> list[int]:
         """The header of the call that ``tool_choice`` demands, as far as it is known beforehand."""

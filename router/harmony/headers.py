@@ -71,10 +71,9 @@ _CHANNEL_NAMES = "analysis|commentary|final"
 _CHANNEL_WORD = re.compile(rf"({_CHANNEL_NAMES})", re.IGNORECASE)
 _BARE_CHANNEL = re.compile(rf"\s*({_CHANNEL_NAMES})(?![a-z_'’-])")
 _CONTENT_TYPE = re.compile(r"""(?:json|code)(?=[\s{\["]|$)""")
+_TYPE_WORD = re.compile(r"[\w./+-]+")
 _ASSISTANT = re.compile(r"\s*(?:assistant)+(?::\S+(?=\s|$))?")
-_FOREIGN_AUTHOR = re.compile(
-    r"\s*(?:(?:user|system|developer|tool|python|browser)(?:[.:]\S+)?(?=\s|$)|functions\.\S+\s+to=assistant)"
-)
+_FOREIGN_AUTHOR = re.compile(r"\s*(?:user|system|developer|tool|python|browser)(?:[.:]\S+)?(?=\s|$)")
 _WORD = re.compile(r"[^\s{\[<]+")
 _JUNK_WORD = re.compile(r"\S+")
 _SENTENCE = re.compile(r"(?!.*\bto\s*=)\S+(?:\s+\S+){2,}", re.DOTALL)
@@ -110,10 +109,13 @@ class _HeaderScanner:
         self._origin = origin
         self._ended = ended
         self._alone = len(parts) == 1
+        self._named_author = False
         for number, part in enumerate(parts):
             body_may_follow = not ended and number == len(parts) - 1
             position = self._opening(part)
             self._rest(part, position, body_may_follow)
+        if self._named_author and "assistant" in self.reading.recipients:
+            self.reading.foreign_author = True
         if len(self.reading.recipients) > 1:
             self.reading.repairs.append(Repair.RECIPIENT_REPEATED)
         if sum(part.marker == CHANNEL for part in parts) > 1:
@@ -126,8 +128,7 @@ class _HeaderScanner:
         if part.marker == CHANNEL:
             return self._channel(part.text)
         if part.marker == CONSTRAIN:
-            word = re.match(r"\s*[a-z]*", part.text)
-            return word.end() if word else 0
+            return self._content_type(part.text)
         raise ValueError(f"marker {part.marker} does not belong into a header")
 
     def _author(self, text: str) -> int:
@@ -144,6 +145,12 @@ class _HeaderScanner:
                 self.reading.repairs.append(Repair.HEADER_AUTHOR)
             return assistant.end()
         return 0
+
+    def _content_type(self, text: str) -> int:
+        """Behind its own marker any word is a type, unless it may be the message already."""
+        start = len(text) - len(text.lstrip())
+        word = (_TYPE_WORD if self._ended else _CONTENT_TYPE).match(text, start)
+        return start if word is None or _RECIPIENT.match(text, start) else word.end()
 
     def _channel(self, text: str) -> int:
         start = len(text) - len(text.lstrip())
@@ -181,9 +188,8 @@ class _HeaderScanner:
         if self._ended:
             return word_end
         # "finalHello" is a channel and a sentence; "commentary?" and "finally" are neither.
-        if not (tail[0].isupper() or tail[0] == '"'):
-            self.reading.garbled = True
-        return known.end()
+        self.reading.garbled = not (tail[0].isupper() or tail[0] == '"')
+        return known.start() if tail[0].islower() else known.end()
 
     def _rest(self, part: HeaderPart, position: int, body_may_follow: bool) -> None:
         text = part.text
@@ -229,6 +235,7 @@ class _HeaderScanner:
         if (named := _NAMESPACED.match(text, position)) is not None:
             reading.recipients.append(named.group())
             reading.repairs.append(Repair.RECIPIENT_UNMARKED)
+            self._named_author |= part.marker == START
             return named.end()
         if part.marker == START and self._is_bare_channel(part, position):
             word = _CHANNEL_WORD.match(text, position)
