@@ -34,6 +34,7 @@ class NixlTransport:
 
     def __init__(self, agent_name: str) -> None:
         """Raises HandshakeError when NIXL has no UCX backend here."""
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints to stdout what we log ourselves
         self._name = agent_name
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
         self._agent = nixl.nixl_agent(agent_name, config)
@@ -139,7 +140,7 @@ class NixlTransport:
     def notify(self, peer: str, payload: bytes) -> None:
         """See Transport."""
         try:
-            self._agent.send_notif(peer, payload, backend=_BACKEND)
+            self._agent.send_notif(peer, payload)  # its backend argument is not usable
         except Exception as error:
             raise TransferError("notify", f"{peer}: {error!r}") from error
 

@@ -1,0 +1,38 @@
+"""A process that registers memory, says where, and answers each notification with what it sees. Run by tests.
+
+Usage: nixl_receiver.py AGENT_NAME SIZE. One JSON object a line on stdout; ends when stdin is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+import time
+
+import numpy as np
+
+from antiphon.kv_transfer.nixl_transport import NixlTransport
+from antiphon.kv_transfer.transport import Memory
+
+
+def say(**fields: object) -> None:
+    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    name, size = sys.argv[1], int(sys.argv[2])
+    data = np.zeros(size, dtype=np.uint8)
+    transport = NixlTransport(name)
+    transport.register([Memory(data.ctypes.data, size)])
+    say(metadata=transport.metadata().hex(), address=data.ctypes.data)
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        for sender, payload in transport.notifications():
+            say(sender=sender, payload=payload.decode(), total=int(data.astype(np.int64).sum()))
+        time.sleep(0.0005)
+    transport.close()
+
+
+if __name__ == "__main__":
+    main()
