@@ -7,6 +7,8 @@ a token made for this deployment, keeps its files in a folder of its own and end
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -162,6 +164,11 @@ class RayCluster:
         """Where a private cluster keeps its files until it ends."""
         return self._folder
 
+    @property
+    def cluster_token(self) -> str:
+        """The secret of this deployment's links."""
+        return self._cluster_token
+
     def launch(self, spec: ProcessSpec) -> RayProcess:
         """See Launcher."""
         import ray
@@ -193,6 +200,7 @@ class RayCluster:
             ray.shutdown()
         self._group = None
         if self._folder is not None:
+            _kill_processes_naming(self._folder)
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
         for name, value in self._saved_environment.items():
@@ -222,9 +230,7 @@ class RayCluster:
                 raise ConfigError(f"ray.address: {address}: {' '.join(str(error).split())}") from error
             return
         # Ray reads its environment when it is imported, so the token must be there before.
-        self._set_environment(
-            {**QUIET_RAY, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        )
+        self._set_environment({**QUIET_RAY, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _ray_token()})
         import ray
 
         self._folder = Path(tempfile.mkdtemp(prefix="antiphon-"))
@@ -261,3 +267,20 @@ class RayCluster:
 
 def _thread_limits(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
+@functools.cache
+def _ray_token() -> str:
+    """This process's token: Ray's core reads the environment once, so a later cluster must ask for it too."""
+    return secrets.token_hex(32)
+
+
+def _kill_processes_naming(folder: Path) -> None:
+    """End what a start that failed half-way left running: Ray's own processes carry the folder's name."""
+    needle = os.fsencode(folder)
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is somebody else's
+            if needle in (entry / "cmdline").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)

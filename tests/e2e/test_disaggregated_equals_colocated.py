@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 import torch
+from faulty_actors import FaultyDecodeActor, FaultyPrefillActor
 from greedy_reference import Case, Reference, make_cases
+from token_client import running_workers
 
-from antiphon.configs.schema import DeploymentConfig
+from antiphon.cluster.ray_cluster import ACTOR_KINDS
+from antiphon.configs.schema import DeploymentConfig, KvCacheConfig
 from antiphon.engine.events import SequenceFinished, TokensSampled
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.requests import EngineRequest, RequestKind
 from antiphon.engine.settings import EngineSettings
 from antiphon.model.checkpoint.load import load_model
+from antiphon.protocol.identity import Role
 from antiphon.protocol.messages import FinishReason
 
 pytestmark = pytest.mark.e2e
@@ -23,7 +28,7 @@ LENGTHS = (1, 2, 63, 64, 65, 100, 127, 128, 129, 130, 192, 255, 300, 384, 513, 1
 TIED_SHARE = 0.001
 """Of all requests, at most this share may differ by a tie."""
 
-CASES = make_cases(LENGTHS, max_tokens=40)
+CASES = make_cases(LENGTHS, max_tokens=32)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +68,51 @@ def test_one_engine_equals_transformers(
     checkpoint: Path, local_deployment: DeploymentConfig, reference: Reference
 ) -> None:
     assert_equal_to_reference(reference, run_colocated(checkpoint, local_deployment))
+
+
+async def test_prefill_and_decode_in_two_processes_equal_transformers(
+    local_deployment: DeploymentConfig, reference: Reference
+) -> None:
+    async with running_workers(local_deployment) as workers:
+        outputs = {}
+        for case in CASES:  # one at a time: nothing but the hand-over between the two
+            answer = await workers.answer(case)
+            assert answer.attempts == 1
+            outputs[case] = answer.token_ids
+        await workers.idle()
+    assert_equal_to_reference(reference, outputs)
+
+
+async def test_all_at_once_with_preemption_chunks_and_a_lost_transfer_equal_transformers(
+    local_deployment: DeploymentConfig, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    faults = Path(__file__).parent / ".faults.log"
+    faults.unlink(missing_ok=True)
+    # Pages for about half of what the requests come to, so that decoding runs out of them again and again.
+    decode = local_deployment.decode.model_copy(
+        update={"kv_cache": KvCacheConfig(full_pages=40, sliding_pages=48, page_size_tokens=32)}
+    )
+    prefill = local_deployment.prefill.model_copy(
+        update={
+            "kv_cache": KvCacheConfig(full_pages=128, sliding_pages=64, page_size_tokens=32),
+            "chunk_tokens": 64,
+        }
+    )
+    transfer = local_deployment.transfer.model_copy(update={"completion_timeout_s": 1.0})
+    config = local_deployment.model_copy(update={"decode": decode, "prefill": prefill, "transfer": transfer})
+    kinds = {**ACTOR_KINDS, Role.PREFILL: FaultyPrefillActor, Role.DECODE: FaultyDecodeActor}
+    async with running_workers(config, kinds) as workers:
+        answers = await asyncio.gather(*(workers.answer(case) for case in CASES))
+        await workers.idle()
+        preemptions = workers.retries(Role.DECODE, "preempted")
+    assert sorted(faults.read_text().split("\n")) == ["", "notification lost", "write failed"]
+    assert max(answer.attempts for answer in answers) > 1
+    assert preemptions > 0
+    assert_equal_to_reference(
+        reference, {case: answer.token_ids for case, answer in zip(CASES, answers, strict=True)}
+    )
+    faults.unlink()
 
 
 def test_the_judge_sees_one_wrong_token(reference: Reference) -> None:
