@@ -20,13 +20,19 @@ from antiphon.router.http_boundary import (
 )
 from antiphon.router.openai.chat import chat_completion
 from antiphon.router.openai.chat_schema import ChatCompletionRequest
+from antiphon.router.openai.completion_schema import CompletionRequest
+from antiphon.router.openai.completions import text_completion
 from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.errors import ApiError, model_not_found, unavailable
+from antiphon.router.openai.tokenize import (
+    DetokenizeRequest,
+    TokenizeTextRequest,
+    detokenize,
+    tokenize,
+)
 from antiphon.router.openapi_document import describe_bodies, request_body
 
-Endpoint = Callable[[ApiContext, bytes], Response]
-
-BODIES = (ChatCompletionRequest,)
+BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeTextRequest, DetokenizeRequest)
 
 
 def create_app(context: ApiContext, is_draining: Callable[[], bool]) -> FastAPI:
@@ -44,6 +50,7 @@ def create_app(context: ApiContext, is_draining: Callable[[], bool]) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, handle_disconnect)
     app.add_exception_handler(Exception, handle_crash)
     _add_generation(app, context)
+    _add_tokenizer(app, context)
     _add_models(app, context)
     _add_operations(app, context, is_draining)
     describe_bodies(app, BODIES)
@@ -60,6 +67,25 @@ def _add_generation(app: FastAPI, context: ApiContext) -> None:
     async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation."""
         return chat_completion(context, await read_body(request, context.config.max_body_bytes))
+
+    @app.post("/v1/completions", tags=["Generation"], openapi_extra=request_body(CompletionRequest))
+    async def create_completion(request: Request) -> Response:
+        """Go on with a text or token ids."""
+        return text_completion(context, await read_body(request, context.config.max_body_bytes))
+
+
+def _add_tokenizer(app: FastAPI, context: ApiContext) -> None:
+    body = request_body(TokenizeTextRequest, ChatCompletionRequest)
+
+    @app.post("/tokenize", tags=["Tokenizer"], openapi_extra=body)
+    async def tokenize_prompt(request: Request) -> Response:
+        """Token ids of a text, or of a conversation as it would be rendered."""
+        return tokenize(context, await read_body(request, context.config.max_body_bytes))
+
+    @app.post("/detokenize", tags=["Tokenizer"], openapi_extra=request_body(DetokenizeRequest))
+    async def detokenize_tokens(request: Request) -> Response:
+        """The text of token ids."""
+        return detokenize(context, await read_body(request, context.config.max_body_bytes))
 
 
 def _add_models(app: FastAPI, context: ApiContext) -> None:

@@ -136,3 +136,7 @@ class ByteFormatter:
     def token_bytes(self, token_id: int) -> bytes:
         """The byte, or the marker's name."""
         return bytes((token_id,)) if token_id < 256 else f"<|{_NAMES[token_id]}|>".encode()
+
+    def is_marker(self, token_id: int) -> bool:
+        """Everything that is no byte."""
+        return token_id >= REASONING

@@ -162,3 +162,7 @@ class ChatFormatter(Protocol):
         A marker gives its name as text; an id that the vocabulary does not use gives no bytes.
         """
         ...
+
+    def is_marker(self, token_id: int) -> bool:
+        """Whether the token is a marker of the format and not text."""
+        ...

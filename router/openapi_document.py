@@ -39,9 +39,10 @@ _STATUSES = {
 }
 
 
-def request_body(model: type[BaseModel]) -> dict[str, Any]:
-    """What a route says about its JSON body."""
-    schema = {"$ref": _REFERENCE.format(model=model.__name__)}
+def request_body(*models: type[BaseModel]) -> dict[str, Any]:
+    """What a route says about its JSON body, which is of one of these models."""
+    references = [{"$ref": _REFERENCE.format(model=model.__name__)} for model in models]
+    schema = references[0] if len(references) == 1 else {"anyOf": references}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 

@@ -65,9 +65,9 @@ class ChatChoices:
                 self._metrics.output_repairs.labels(kind).inc(count)
         return shown, answer.finish_reason(event.kind)
 
-    def close(self, cached_tokens: int) -> None:
-        """All choices have ended."""
-        self.counts.cached = cached_tokens
+    def close(self, cached_tokens: Sequence[int]) -> None:
+        """All choices have ended; they share one prompt, and the first of them tells how much was cached."""
+        self.counts.cached = cached_tokens[0]
         self._metrics.stage_duration.labels("detokenize").observe(self._parse_s)
 
     def _visible(self, shown: list[AnswerDelta]) -> list[AnswerDelta]:
@@ -120,7 +120,7 @@ class ChatStream:
         frames.append(self._chunks.finish(event.choice, reason, pending))
         return b"".join(frames)
 
-    def close(self, cached_tokens: int) -> bytes:
+    def close(self, cached_tokens: Sequence[int]) -> bytes:
         """The usage chunk where asked for, and the end mark."""
         self._choices.close(cached_tokens)
         usage = self._chunks.usage(self._choices.counts.chat_usage()) if self._include_usage else b""
@@ -178,7 +178,7 @@ class ChatDocument:
             self._messages[event.choice].logprobs.extend(pending)
         return b""
 
-    def close(self, cached_tokens: int) -> bytes:
+    def close(self, cached_tokens: Sequence[int]) -> bytes:
         """The document."""
         self._choices.close(cached_tokens)
         return chat_document(

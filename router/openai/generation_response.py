@@ -60,8 +60,11 @@ class AnswerWriter(Protocol):
         """A choice ended well."""
         ...
 
-    def close(self, cached_tokens: int) -> bytes:
-        """All choices have ended; the document, or the end of the stream."""
+    def close(self, cached_tokens: Sequence[int]) -> bytes:
+        """All choices have ended; the document, or the end of the stream.
+
+        ``cached_tokens`` are the prompt tokens per choice that a prefix cache held.
+        """
         ...
 
     def failed(self, error: ApiError) -> bytes:
@@ -70,15 +73,14 @@ class AnswerWriter(Protocol):
 
 
 class GenerationResponse(Response):
-    """The answer to one request of one or more choices over one prompt."""
+    """The answer to one request: choice i is what follows ``sequences[i]``, a prompt and its parameters."""
 
     def __init__(
         self,
         context: ApiContext,
         writer: AnswerWriter,
         request_id: str,
-        prompt_token_ids: list[int],
-        sampling: Sequence[SamplingParams],
+        sequences: Sequence[tuple[list[int], SamplingParams]],
         *,
         received_at: float,
         priority: int = 0,
@@ -98,14 +100,14 @@ class GenerationResponse(Response):
                 request_id=f"{request_id}-{choice}",
                 choice=choice,
                 prompt_token_ids=prompt_token_ids,
-                sampling=params,
+                sampling=sampling,
                 channel=self._channel,
                 received_at=received_at,
                 deadline_at=self._deadline_at,
                 priority=priority,
                 cache_salt=cache_salt,
             )
-            for choice, params in enumerate(sampling)
+            for choice, (prompt_token_ids, sampling) in enumerate(sequences)
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -167,7 +169,7 @@ class GenerationResponse(Response):
                     open_choices -= 1
                     chunks.append(self._writer.ended(event))
             if not open_choices:
-                chunks.append(self._writer.close(self._generations[0].cached_tokens))
+                chunks.append(self._writer.close([g.cached_tokens for g in self._generations]))
             await self._write(b"".join(chunks), send, more=bool(open_choices))
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
