@@ -17,15 +17,19 @@ from torch import Tensor
 
 from antiphon.benchmarks.timing import graph_time_us, relative_error
 from antiphon.kernels import reference
-from antiphon.kernels.moe import decode
+from antiphon.kernels.moe import decode, prefill
 from antiphon.kernels.moe.build import LIBRARY
 from antiphon.kernels.moe.decode import LaunchPlan, MoeWorkspace, Routing
+from antiphon.kernels.moe.fp8_weights import Fp8Experts, Fp8Matrix, widen_matrix
+from antiphon.kernels.moe.prefill import Fp8Workspace
 from antiphon.kernels.moe.streamed import DIM, StreamedExperts
 from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
 
 BYTES_PER_S = 4.8e12
+FP8_FLOPS = 1979e12
 EXPERT_BYTES = 3 * DIM * (DIM // 2 + DIM // 32)
 BOUND = 5e-3
+FP8_BOUND = 4e-2
 Record = dict[str, object]
 
 
@@ -177,6 +181,88 @@ def decode_table(
     ]
 
 
+def fp8_error(x: Tensor, ids: Tensor, weights: Tensor, experts: Fp8Experts, workspace: Fp8Workspace) -> float:
+    """Relative L2 of the whole layer against the plain op in float32, over the first 256 tokens."""
+    workspace.hidden.fill_(0x7F)  # NaN
+    workspace.rows.fill_(float("nan"))
+    out = prefill.moe_fp8(x, ids, weights, experts, workspace, torch.full_like(x, float("nan")))
+    if out.isnan().any():
+        return float("nan")
+    used, local = torch.unique(ids[:256], return_inverse=True)
+    plain = reference.moe(
+        x[:256].float(),
+        local,
+        weights[:256].float(),
+        *(
+            tensor
+            for matrix, bias, rows in (
+                (experts.gate_up, experts.gate_up_bias, 2 * DIM),
+                (experts.down, experts.down_bias, DIM),
+            )
+            for tensor in (
+                widen_matrix(Fp8Matrix(matrix.values[used], matrix.scales[used], 0), rows),
+                bias[used].float(),
+            )
+        ),
+    )
+    return relative_error(out[:256], plain)
+
+
+def prefill_point(
+    model: str, layers: list[Fp8Experts], workspace: Fp8Workspace, all_experts: int, tokens: int
+) -> Record:
+    """Check and time one chunk size; prints a row."""
+    x = torch.randn(tokens, DIM, device="cuda").bfloat16()
+    ids = torch.randn(tokens, all_experts, device="cuda").topk(4, dim=-1).indices
+    weights = torch.softmax(torch.randn(tokens, 4, device="cuda"), -1).bfloat16()
+    error = fp8_error(x, ids, weights, layers[0], workspace)
+    parts: dict[str, list[partial[object]]] = {
+        "rank": [partial(prefill.route, ids, workspace)],
+        "quantise": [partial(prefill.quantise, x, ids, weights, workspace)],
+        "experts": [partial(prefill.run_experts, layer, workspace) for layer in layers],
+        "layer": [partial(prefill.moe_fp8, x, ids, weights, layer, workspace) for layer in layers],
+    }
+    times = {name: graph_time_us(launches, replays=5) for name, launches in parts.items()}
+    operations = 2 * tokens * 4 * 3 * DIM * DIM
+    weight_bytes = len(set(ids.flatten().tolist())) * 3 * DIM * DIM
+    floor = max(operations / FP8_FLOPS, weight_bytes / BYTES_PER_S) * 1e6
+    print(
+        f"{model:5s} T={tokens:<6d} fp8 err {error:8.1e} {'ok ' if error <= FP8_BOUND else 'BAD'}"
+        f" experts {times['experts']:8.1f} us ({operations / times['experts'] / 1e6:6.0f} TFLOPS)"
+        f" layer {times['layer']:8.1f} rank {times['rank']:5.1f} quantise {times['quantise']:6.1f}"
+        f" floor {floor:7.1f} us  {floor / times['layer']:.2f}",
+        flush=True,
+    )
+    return {
+        "bench": "kernel",
+        "kernel": "moe_fp8",
+        "model": model,
+        "input_tokens": tokens,
+        "error": error,
+        "ok": error <= FP8_BOUND,
+        "value": times["layer"],
+        "parts": times,
+        "unit": "us",
+        "floor": floor,
+    }
+
+
+def prefill_table(model: str, experts: int, layer_count: int, chunks: tuple[int, ...]) -> list[Record]:
+    """Every chunk size of one model's shape, resident FP8 weights."""
+    layers = []
+    for _ in range(layer_count):
+        layers.append(
+            Fp8Experts.from_checkpoint(
+                random_matrix(experts, 2 * DIM),
+                torch.randn(experts, 2 * DIM, device="cuda") * 0.5,
+                random_matrix(experts, DIM),
+                torch.randn(experts, DIM, device="cuda") * 0.5,
+            )
+        )
+    workspace = Fp8Workspace(max(chunks), experts, torch.device("cuda"))
+    return [prefill_point(model, layers, workspace, experts, tokens) for tokens in chunks]
+
+
 def main() -> None:
     """Build the library, run every point; exit with 1 when one is out of its error bound."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -188,6 +274,10 @@ def main() -> None:
     rows = decode_table("20b", 32, 6, (1, 2, 4, 8, 16, 32, 64, 128, 256), options.tune)
     torch.cuda.empty_cache()
     rows += decode_table("120b", 128, 3, (1, 8, 32, 64, 128, 256), options.tune)
+    torch.cuda.empty_cache()
+    rows += prefill_table("20b", 32, 2, (512, 1024, 2048, 4096, 8192))
+    torch.cuda.empty_cache()
+    rows += prefill_table("120b", 128, 1, (1024, 2048, 8192))
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1))
     if not all(row["ok"] for row in rows):

@@ -36,6 +36,17 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "antiphon_moe_combine": (*(_POINTER,) * 3, *(_NUMBER,) * 4, _POINTER),
     # partial, ids, residual, norm, out, new_residual, eps, tokens, first_expert, experts, overlap, stream
     "antiphon_moe_combine_norm": (*(_POINTER,) * 6, _REAL, *(_NUMBER,) * 4, _POINTER),
+    # ids, rank, counts, first_tile, tiles, tile_count, ticket, pairs, first_expert, experts, stream
+    "antiphon_moe_fp8_rank": (*(_POINTER,) * 7, *(_NUMBER,) * 3, _POINTER),
+    # x, ids, expert_weights, rank, first_tile, activations, row_weight, slots, tokens, first_expert, experts,
+    # stream
+    "antiphon_moe_fp8_quantise": (*(_POINTER,) * 8, *(_NUMBER,) * 3, _POINTER),
+    # activations, weights, weight_scales, bias, tiles, tile_count, hidden, grid, stream
+    "antiphon_moe_fp8_gate_up": (*(_POINTER,) * 7, _NUMBER, _POINTER),
+    # hidden, weights, weight_scales, bias, tiles, tile_count, row_weight, rows, grid, stream
+    "antiphon_moe_fp8_down": (*(_POINTER,) * 8, _NUMBER, _POINTER),
+    # rows, slots, out, tokens, stream
+    "antiphon_moe_fp8_combine": (*(_POINTER,) * 3, _NUMBER, _POINTER),
 }
 
 
