@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.router.byte_format import CONTENT, ByteFormatter, byte_answer
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+from antiphon.router.formatter import ChatFormatter
 from antiphon.router.served_model import ServedModel
 from antiphon.router.server import RouterServer
 
@@ -67,13 +68,16 @@ async def deploy() -> AsyncIterator[Deploy]:
     async with AsyncExitStack() as stack:
 
         async def start(
-            workers: ScriptedGateway | None = None, model: ServedModel = MODEL, **router: object
+            workers: ScriptedGateway | None = None,
+            model: ServedModel = MODEL,
+            formatter: ChatFormatter | None = None,
+            **router: object,
         ) -> Deployment:
             workers = workers or ScriptedGateway(lambda _: byte_answer((CONTENT, "hello")))
             config = DeploymentConfig.model_validate(
                 {"model": {"path": "tiny"}, "router": {"port": 0, "drain_timeout_s": 1.0, **router}}
             )
-            server = RouterServer(config, model, ByteFormatter(), workers)
+            server = RouterServer(config, model, formatter or ByteFormatter(), workers)
             await server.start()
             stack.push_async_callback(server.stop, drain=False)
             http = await stack.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=20))
