@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -189,21 +190,18 @@ def fp8_error(x: Tensor, ids: Tensor, weights: Tensor, experts: Fp8Experts, work
     if out.isnan().any():
         return float("nan")
     used, local = torch.unique(ids[:256], return_inverse=True)
+
+    def widened(matrix: Fp8Matrix, rows: int) -> Tensor:
+        return widen_matrix(Fp8Matrix(matrix.values[used], matrix.scales[used], 0), rows)
+
     plain = reference.moe(
         x[:256].float(),
         local,
         weights[:256].float(),
-        *(
-            tensor
-            for matrix, bias, rows in (
-                (experts.gate_up, experts.gate_up_bias, 2 * DIM),
-                (experts.down, experts.down_bias, DIM),
-            )
-            for tensor in (
-                widen_matrix(Fp8Matrix(matrix.values[used], matrix.scales[used], 0), rows),
-                bias[used].float(),
-            )
-        ),
+        widened(experts.gate_up, 2 * DIM),
+        experts.gate_up_bias[used].float(),
+        widened(experts.down, DIM),
+        experts.down_bias[used].float(),
     )
     return relative_error(out[:256], plain)
 
@@ -216,7 +214,7 @@ def prefill_point(
     ids = torch.randn(tokens, all_experts, device="cuda").topk(4, dim=-1).indices
     weights = torch.softmax(torch.randn(tokens, 4, device="cuda"), -1).bfloat16()
     error = fp8_error(x, ids, weights, layers[0], workspace)
-    parts: dict[str, list[partial[object]]] = {
+    parts: dict[str, Sequence[Callable[[], object]]] = {
         "rank": [partial(prefill.route, ids, workspace)],
         "quantise": [partial(prefill.quantise, x, ids, weights, workspace)],
         "experts": [partial(prefill.run_experts, layer, workspace) for layer in layers],
