@@ -7,6 +7,7 @@ grouped into steps. Every deviation from the format has one meaning and is count
 
 from __future__ import annotations
 
+import re
 from codecs import utf_8_decode
 from collections import Counter
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ HEADER_LIMIT_BYTES = 256
 
 _MARKER_BYTES = 8
 """What a marker in a header counts for, so that a run of them ends, too."""
+_BRACKET = re.compile(rb"[{\[]")
 _NOT_UTF8 = b"\xff"
 
 
@@ -138,11 +140,14 @@ class HarmonyParser:
         if self._state is _State.BETWEEN:
             self._repairs[Repair.START_MISSING] += 1
             self._begin_header(Origin.IMPLIED)
-        self._header[-1][1].extend(piece)
+        text = self._header[-1][1]
+        # Only the first bracket can be the beginning of the message.
+        may_be_json = _BRACKET.search(piece) is not None and _BRACKET.search(text) is None
+        text += piece
         self._header_bytes += len(piece)
         if self._header_bytes > HEADER_LIMIT_BYTES:
             self._open_unmarked_body()
-        elif b"{" in piece or b"[" in piece:
+        elif may_be_json:
             self._json_in_header()
 
     def _marker(self, token: int) -> None:
