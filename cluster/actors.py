@@ -11,6 +11,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
+from antiphon.cluster.logs import configure_logs
 from antiphon.cluster.process import ProcessStatus
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import AntiphonError
@@ -48,6 +49,7 @@ class WorkerActor:
 
     async def start(self, topology: Topology) -> WorkerAddress:
         """Load the model, build the engine and the worker, listen."""
+        configure_logs(self._worker_id, self._config.log.level)
         return await asyncio.to_thread(self._start, topology)
 
     async def set_topology(self, topology: Topology) -> None:
@@ -127,6 +129,7 @@ class RouterActor:
         from antiphon.router.harmony.formatter import HarmonyFormatter
         from antiphon.router.server import RouterServer
 
+        configure_logs(self._worker_id, self._config.log.level)
         formatter = await asyncio.to_thread(HarmonyFormatter)
         transfer = self._config.transfer
         gateway = LinkGateway(

@@ -53,7 +53,9 @@ def serve(
         Path | None, typer.Option(help="Deployment file; a small one for this machine when absent.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Overrides router.port; 0 picks a free one.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log of every process.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log every process at level info.")
+    ] = False,
 ) -> None:
     """Start a whole deployment and run it until Ctrl-C."""
     from antiphon.cluster.cli_serve import serve as run

@@ -61,12 +61,7 @@ class Deployment:
 
 
 @contextlib.asynccontextmanager
-async def deploy(
-    config: DeploymentConfig,
-    *,
-    forward_logs: bool = False,
-    stop: asyncio.Event | None = None,
-) -> AsyncIterator[Deployment]:
+async def deploy(config: DeploymentConfig, *, stop: asyncio.Event | None = None) -> AsyncIterator[Deployment]:
     """Start every process of ``config``; yields once all run, and ends them all on the way out.
 
     ``stop`` cuts the start short: what is yielded then may lack processes.
@@ -79,7 +74,7 @@ async def deploy(
     specs = plan_processes(config)
     _check_port_is_free(config)
     resolved = resolve_deployment(config)
-    with RayCluster(resolved, specs, forward_logs=forward_logs) as cluster:
+    with RayCluster(resolved, specs) as cluster:
         supervisor = Supervisor(
             specs, cluster, lease_s=config.transfer.lease_s, heartbeat_s=config.transfer.heartbeat_s
         )
@@ -93,7 +88,6 @@ async def deploy(
 async def serve_until_stopped(
     config: DeploymentConfig,
     *,
-    forward_logs: bool,
     on_ready: Callable[[Deployment], None],
 ) -> None:
     """Run a deployment until SIGINT or SIGTERM, which drain it; a second one cuts the draining short.
@@ -104,7 +98,7 @@ async def serve_until_stopped(
     stop = asyncio.Event()
 
     async def run() -> None:
-        async with deploy(config, forward_logs=forward_logs, stop=stop) as deployment:
+        async with deploy(config, stop=stop) as deployment:
             await _unless_stopped(stop, deployment.wait_ready())
             if not stop.is_set():
                 on_ready(deployment)

@@ -126,7 +126,6 @@ class RayCluster:
         deployment: ResolvedDeployment,
         specs: Iterable[ProcessSpec],
         *,
-        forward_logs: bool = False,
         actor_kinds: Mapping[Role, type] = ACTOR_KINDS,
     ) -> None:
         """``actor_kinds`` says which class hosts a role; tests put faulty ones in place."""
@@ -134,7 +133,6 @@ class RayCluster:
         self._served_model = deployment.served
         self._actor_kinds = actor_kinds
         self._specs = tuple(specs)
-        self._forward_logs = forward_logs
         self._cluster_token = secrets.token_hex(32)
         self._folder: Path | None = None
         self._saved_environment: dict[str, str | None] = {}
@@ -225,7 +223,7 @@ class RayCluster:
             import ray
 
             try:
-                ray.init(address=address, namespace="antiphon", log_to_driver=self._forward_logs)
+                ray.init(address=address, namespace="antiphon", log_to_driver=True)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ConfigError(f"ray.address: {address}: {' '.join(str(error).split())}") from error
             return
@@ -240,7 +238,7 @@ class RayCluster:
             num_gpus=sum(spec.gpus for spec in self._specs),
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
-            log_to_driver=self._forward_logs,
+            log_to_driver=True,
             logging_level="ERROR",
             _node_ip_address="127.0.0.1",
             _temp_dir=str(self._folder),

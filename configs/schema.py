@@ -129,6 +129,13 @@ class RayConfig(Section):
     """Address of a running cluster; absent starts a local one that ends with the deployment."""
 
 
+class LogConfig(Section):
+    """What every process writes to standard error, as JSON."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe event that is written."""
+
+
 class DeploymentConfig(Section):
     """A whole deployment: what ``antiphon serve --config FILE`` reads."""
 
@@ -138,6 +145,7 @@ class DeploymentConfig(Section):
     decode: WorkerConfig = WorkerConfig()
     transfer: TransferConfig = TransferConfig()
     ray: RayConfig = RayConfig()
+    log: LogConfig = LogConfig()
 
     @pydantic.model_validator(mode="after")
     def _pools_agree(self) -> DeploymentConfig:
