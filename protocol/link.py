@@ -13,12 +13,11 @@ A ``LinkNode`` is one process's end of all its links. It may listen, dial others
 from __future__ import annotations
 
 import asyncio
-import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
@@ -26,15 +25,16 @@ import zmq
 from antiphon.protocol.codec import decode, encode
 from antiphon.protocol.errors import ConfigError, WireError
 from antiphon.protocol.identity import WorkerAddress
-from antiphon.protocol.link_socket import DialledSocket, ListeningSocket
-from antiphon.protocol.link_wire import ClusterKeys, Frame, FrameKind, Peer, pack, unpack
+from antiphon.protocol.link_dialer import FAREWELL_LINGER_MS, Dialer
+from antiphon.protocol.link_settings import LinkSettings
+from antiphon.protocol.link_socket import ListeningSocket
+from antiphon.protocol.link_wire import ClusterKeys, Frame, FrameKind, Greeting, Peer, pack, unpack
 from antiphon.protocol.messages import AnyMessage, Heartbeat, Message
 from antiphon.protocol.session import Session, SessionOverflow
 
 __all__ = ["LinkHandler", "LinkNode", "LinkSettings", "Peer"]
 
 _ACKNOWLEDGE_EVERY = 64
-_FAREWELL_LINGER_MS = 200
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "*", "")
 
 
@@ -51,20 +51,6 @@ class LinkHandler(Protocol):
         """The session ended; nothing of it will arrive any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkSettings:
-    """Times and bounds of every link of a node."""
-
-    heartbeat_s: float = 1.0
-    lease_s: float = 15.0
-    greeting_timeout_s: float = 2.0
-    first_backoff_s: float = 0.05
-    max_backoff_s: float = 1.0
-    max_unacknowledged: int = 16_384
-    """Messages to one peer; beyond it the peer is lost."""
-    max_unacknowledged_bytes: int = 64 * 1024 * 1024
-
-
 @dataclass(slots=True)
 class _Conversation:
     """A session in use, and the connection that carries it now."""
@@ -77,25 +63,6 @@ class _Conversation:
     sent_at: float = 0.0
     route: bytes = b""
     overflowed: str | None = None
-
-
-@dataclass(slots=True)
-class _Dialer:
-    """One address this node keeps connected."""
-
-    address: WorkerAddress
-    peer: Peer
-    session_id: int
-    socket: DialledSocket | None = None
-    greeted_at: float | None = None
-    """When the greeting left; None once it was answered."""
-    backoff_s: float = 0.0
-    detail: str = "not connected yet"
-    retry: asyncio.TimerHandle | None = field(default=None)
-
-
-def _draw_session_id() -> int:
-    return secrets.randbits(62) | 1
 
 
 class LinkNode:
@@ -113,7 +80,7 @@ class LinkNode:
         self._lock = threading.Lock()  # guards sessions, which any thread may queue into
         self._conversations: dict[Peer, _Conversation] = {}
         self._routes: dict[bytes, _Conversation] = {}
-        self._dialers: dict[Peer, _Dialer] = {}
+        self._dialers: dict[Peer, Dialer] = {}
         self._dirty: set[Peer] = set()
         self._wake_scheduled = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -147,8 +114,8 @@ class LinkNode:
         """Keep a link to this worker from now on; ``on_up`` says when it stands."""
         peer = Peer(address.role, address.worker_id, address.epoch)
         if peer not in self._dialers and not self._closed:
-            self._dialers[peer] = dialer = _Dialer(address, peer, _draw_session_id())
-            self._dial(dialer)
+            self._dialers[peer] = dialer = Dialer(self, self._context, self._keys, address, self._settings)
+            dialer.dial()
         return peer
 
     def disconnect(self, peer: Peer, reason: str) -> None:
@@ -158,7 +125,7 @@ class LinkNode:
             self._farewell(conversation, reason)
         dialer = self._dialers.pop(peer, None)
         if dialer is not None:
-            self._hang_up(dialer, _FAREWELL_LINGER_MS)
+            dialer.close(FAREWELL_LINGER_MS)
         if conversation is not None:
             self._lose(conversation, reason)
 
@@ -180,9 +147,9 @@ class LinkNode:
         for conversation in list(self._conversations.values()):
             self._farewell(conversation, "stopped")
         for dialer in self._dialers.values():
-            self._hang_up(dialer, _FAREWELL_LINGER_MS)
+            dialer.close(FAREWELL_LINGER_MS)
         if self._listening is not None:
-            self._listening.close(_FAREWELL_LINGER_MS)
+            self._listening.close(FAREWELL_LINGER_MS)
         with self._lock:
             self._conversations.clear()
         self._context.term()
@@ -304,8 +271,7 @@ class LinkNode:
         self._call(self._handler.on_lost, conversation.peer, reason)
         dialer = self._dialers.get(conversation.peer)
         if dialer is not None:
-            dialer.session_id = _draw_session_id()
-            self._redial(dialer, reason)
+            dialer.begin_new_session(reason)
 
     # ---------------------------------------------------------------------------------------- listening side
 
@@ -322,6 +288,7 @@ class LinkNode:
         conversation = self._routes.get(route)
         if conversation is None:
             self.counters["frames_without_session"] += 1
+            self._send_to(route, pack(FrameKind.FAREWELL, b"the session is over here"))
         else:
             self._session_frame(conversation, frame)
 
@@ -357,84 +324,44 @@ class LinkNode:
 
     # ------------------------------------------------------------------------------------------ dialling side
 
-    def _dial(self, dialer: _Dialer) -> None:
-        dialer.retry = None
-        if self._dialers.get(dialer.peer) is not dialer or self._closed:
-            return
-        socket = DialledSocket(
-            self._context,
-            self._keys,
-            dialer.address.endpoint,
-            lambda data: self._dialer_frame(dialer, socket, data),
-            lambda reason: self._redial(dialer, reason) if dialer.socket is socket else None,
-        )
-        dialer.socket = socket
-        dialer.greeted_at = time.monotonic()
+    def greeting_of(self, dialer: Dialer) -> bytes:
+        """See DialerOwner."""
         conversation = self._conversations.get(dialer.peer)
         received = 0
         if conversation is not None:
             with self._lock:
                 received = conversation.session.tell()
         resuming = conversation is not None
-        socket.send(self._keys.greet(self.me, dialer.session_id, resuming, received, listening=False))
+        return self._keys.greet(self.me, dialer.session_id, resuming, received, listening=False)
 
-    def _redial(self, dialer: _Dialer, reason: str) -> None:
-        dialer.detail = reason
+    def on_dialer_down(self, dialer: Dialer) -> None:
+        """See DialerOwner."""
         conversation = self._conversations.get(dialer.peer)
         if conversation is not None:
             conversation.transmit = None
-        self._hang_up(dialer, 0)
-        if self._loop is not None and not self._closed:
-            settings = self._settings
-            dialer.backoff_s = min(
-                max(dialer.backoff_s * 2, settings.first_backoff_s), settings.max_backoff_s
-            )
-            dialer.retry = self._loop.call_later(dialer.backoff_s, self._dial, dialer)
 
-    def _hang_up(self, dialer: _Dialer, linger_ms: int) -> None:
-        if dialer.retry is not None:
-            dialer.retry.cancel()
-            dialer.retry = None
-        if dialer.socket is not None:
-            dialer.socket.close(linger_ms)
-            dialer.socket = None
-        dialer.greeted_at = None
-
-    def _dialer_frame(self, dialer: _Dialer, socket: DialledSocket, data: bytes) -> None:
-        if dialer.socket is not socket:
-            return
-        try:
-            frame = unpack(data)
-            if frame.kind is FrameKind.GREETING:
-                self._greeting_answered(dialer, socket, frame)
-                return
-        except WireError as error:
-            self._redial(dialer, str(error))
-            return
+    def on_dialer_frame(self, dialer: Dialer, frame: Frame) -> None:
+        """See DialerOwner."""
         conversation = self._conversations.get(dialer.peer)
-        if frame.kind is FrameKind.REFUSAL:
-            self._redial(dialer, f"refused by {dialer.peer}: {frame.payload.decode(errors='replace')}")
-        elif conversation is not None and dialer.greeted_at is None:
+        if conversation is not None:
             self._session_frame(conversation, frame)
 
-    def _greeting_answered(self, dialer: _Dialer, socket: DialledSocket, frame: Frame) -> None:
-        greeting, peer = self._keys.check(frame.payload, from_listening=True)
-        if peer != dialer.peer:
-            raise WireError(f"{dialer.address.endpoint}: expected {dialer.peer}, found {peer}")
-        conversation = self._conversations.get(peer)
+    def on_dialer_answered(self, dialer: Dialer, greeting: Greeting) -> bool:
+        """See DialerOwner."""
+        conversation = self._conversations.get(dialer.peer)
         if greeting.session != dialer.session_id:
             if conversation is not None:
                 self._lose(conversation, "peer had ended the session")
-            return
-        dialer.greeted_at, dialer.backoff_s, dialer.detail = None, 0.0, ""
+            return False
         if conversation is None:
-            conversation = self._open(peer, dialer.session_id, socket.send)
+            conversation = self._open(dialer.peer, dialer.session_id, dialer.send)
         else:
             self.counters["sessions_resumed"] += 1
-        conversation.transmit, conversation.heard_at = socket.send, time.monotonic()
+        conversation.transmit, conversation.heard_at = dialer.send, time.monotonic()
         with self._lock:
             conversation.session.resume(greeting.received)
         self._transmit_unsent(conversation)
+        return True
 
     # ------------------------------------------------------------------------------------------------- leases
 
@@ -452,13 +379,10 @@ class LinkNode:
             conversation.heard_at += stalled
             if now - conversation.heard_at > self._settings.lease_s:
                 self.counters["leases_expired"] += 1
+                self._farewell(conversation, "your lease ended")
                 self._lose(conversation, f"silent for {self._settings.lease_s:g} s")
             elif now - conversation.sent_at >= self._settings.heartbeat_s:
                 self._heartbeat(conversation)
         for dialer in list(self._dialers.values()):
-            waiting = dialer.greeted_at is not None and dialer.socket is not None
-            if waiting and now - (dialer.greeted_at or now) > self._settings.greeting_timeout_s + stalled:
-                self._redial(
-                    dialer, f"no answer from {dialer.address.endpoint}: gone, or another cluster token"
-                )
+            dialer.check_answer(now - stalled)
         self._schedule_tick()

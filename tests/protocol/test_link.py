@@ -311,3 +311,17 @@ async def test_bad_settings_are_named() -> None:
             port = int(end.listen().endpoint.rsplit(":", 1)[1])
             with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
                 other.node.listen("127.0.0.1", port)
+
+
+async def test_a_session_that_only_one_side_remembers_ends_at_once() -> None:
+    decode, router = End(Role.DECODE), End(Role.ROUTER)
+    async with ends(decode, router):
+        peer = router.node.connect(decode.listen())
+        await until(lambda: bool(router.saw.up and decode.saw.up))
+        decode.node._lose(decode.node._conversations[router.peer], "forgotten")
+        router.node.send(peer, TokensAck(1))
+        await until(lambda: bool(router.saw.lost), seconds=0.4)
+        assert router.saw.lost[0] == (peer, "peer said: the session is over here")
+        await until(lambda: len(decode.saw.up) == 2)
+        router.node.send(peer, TokensAck(2))
+        await until(lambda: decode.saw.numbers() == [2])
