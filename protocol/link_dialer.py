@@ -15,7 +15,6 @@ from antiphon.protocol.link_settings import LinkSettings
 from antiphon.protocol.link_socket import DialledSocket
 from antiphon.protocol.link_wire import ClusterKeys, Frame, FrameKind, Greeting, Peer, unpack
 
-
 FAREWELL_LINGER_MS = 200
 """How long a closing socket may take to get its last frames out."""
 
