@@ -57,12 +57,12 @@ class SequencePages:
         keys = sequence.page_keys(sequence.kv_target // self._page_size, self._page_size)
         return self.prefix.longest_hit(keys)
 
-    def can_admit(self, sequence: Sequence, hit: PrefixHit, first_chunk: int) -> bool:
-        """Whether ``admit`` would find enough pages."""
+    def can_admit(self, sequence: Sequence, hit: PrefixHit, first_chunk: int, spare: int) -> bool:
+        """Whether ``admit`` would find enough pages and leave ``spare`` full ones for those who run."""
         table, new_full, new_sliding = self._admission(sequence, hit, first_chunk)
-        return new_full <= _available_beside(self.full, table.full) and new_sliding <= _available_beside(
-            self.sliding, table.sliding
-        )
+        return new_full + spare <= _available_beside(
+            self.full, table.full
+        ) and new_sliding <= _available_beside(self.sliding, table.sliding)
 
     def admit(self, sequence: Sequence, hit: PrefixHit, first_chunk: int) -> None:
         """Give a queued sequence its pages: the hit's, shared, and new ones.
@@ -158,6 +158,11 @@ class SequencePages:
         sequence.published_pages = whole
 
     # ----------------------------------------------------------------------------------------- giving back
+
+    def distrust(self, sequence: Sequence) -> None:
+        """The KV of this sequence is broken: no later prompt may start from its pages."""
+        self.full.forget(sequence.pages.full)
+        self.sliding.forget(sequence.pages.sliding)
 
     def release(self, sequence: Sequence) -> None:
         """Take every page back from a sequence that leaves its state for PREEMPTED or FINISHED."""

@@ -77,9 +77,10 @@ def check_request(request: EngineRequest, settings: EngineSettings) -> None:
 
     if not request.prompt_token_ids:
         reject("the prompt is empty")
-    for token in (*request.prompt_token_ids, *request.output_token_ids):
-        if not 0 <= token < settings.vocab_size:
-            reject(f"token id {token} is not within 0 .. {settings.vocab_size - 1}")
+    for ids in (request.prompt_token_ids, request.output_token_ids):
+        for token in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token < settings.vocab_size:
+                reject(f"token id {token} is not within 0 .. {settings.vocab_size - 1}")
     # A sequence that samples needs room for one token more.
     longest = settings.max_sequence_tokens - (request.kind is not RequestKind.PREFILL_ONLY)
     if tokens > longest:

@@ -188,6 +188,7 @@ class Ledger:
         if choice is None:
             return []
         if choice.token_id is None:
+            self.pages.distrust(sequence)
             error = f"the logits of output position {len(sequence.output)} are not finite"
             return [self._finish(sequence, FinishReason.ERROR, now, error=error)]
         return self._emit(sequence, choice.token_id, choice, now)

@@ -179,6 +179,18 @@ class PagePool:
             self._page_of[key] = page
             self._key_of[page] = key
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """Make pages impossible to find: what is in them is not to be trusted. Holds stay as they are."""
+        for page in pages:
+            key = self._key_of.pop(page, None)
+            if key is None:
+                continue
+            del self._page_of[key]
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
+                self._settle(page)
+
     # -------------------------------------------------------------------------------------------- account
 
     def check(self, expected: Mapping[tuple[int, Hold], int]) -> None:

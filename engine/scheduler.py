@@ -196,7 +196,7 @@ class Scheduler:
         reservations = self.count(SequenceStatus.RESERVED)
         if not complete and reservations >= self._settings.max_reservations_waiting:
             return False
-        if not self._pages.can_admit(sequence, hit, 0):
+        if not self._pages.can_admit(sequence, hit, 0, self._spare()):
             return False
         self._pages.admit(sequence, hit, 0)
         self._activate(sequence, SequenceStatus.RUNNING if complete else SequenceStatus.RESERVED)
@@ -208,13 +208,20 @@ class Scheduler:
         if plan.prefill_blocked:
             return False
         count = self._chunk_tokens(plan, sequence, hit.tokens)
-        if count is None or not self._pages.can_admit(sequence, hit, count):
+        if count is None or not self._pages.can_admit(sequence, hit, count, self._spare()):
             return False
         self._pages.admit(sequence, hit, count)
         sequence.next_chunk = 0
         self._activate(sequence, SequenceStatus.PREFILLING)
         plan.work.append(self._chunk(plan, sequence, hit.tokens, count))
         return True
+
+    def _spare(self) -> int:
+        """Full pages to leave for the next page of each sequence that decodes or soon will.
+
+        Without them an admission would soon preempt a sequence that has more to lose than the newcomer.
+        """
+        return sum(s.status in _COMPUTING and s.kind is not RequestKind.PREFILL_ONLY for s in self._active)
 
     def _activate(self, sequence: Sequence, status: SequenceStatus) -> None:
         self._queue.remove(sequence)

@@ -297,6 +297,9 @@ def test_logits_that_are_not_finite_end_the_request_with_an_error(kit: Any) -> N
     assert said.finished["x"].reason is FinishReason.ERROR
     assert "not finite" in str(said.finished["x"].error)
     assert not kit.held_pages(loop)
+    loop.submit(kit.request("y", kit.prompt_of(20)))
+    kit.run(loop)
+    assert loop.snapshot().prefix_hit_tokens == 0, "nobody starts from a broken prefix"
 
 
 def test_stop_token_is_the_last_token_said(kit: Any) -> None:
@@ -346,3 +349,12 @@ def test_snapshot_counts(kit: Any) -> None:
     assert snapshot.total_pages == 64
     assert snapshot.free_pages == 64 - 7
     assert sum(snapshot.pages["sliding"].values()) == 32
+
+
+def test_an_admission_leaves_a_page_to_each_running_sequence(kit: Any) -> None:
+    loop = kit.loop(full_pages=6, prefix_cache=False)
+    loop.submit(kit.request("a", kit.prompt_of(30), max_tokens=60))  # 2 pages, later up to 6
+    loop.submit(kit.request("b", kit.prompt_of(50, 1), max_tokens=4))  # 4 pages
+    said = kit.run(loop)
+    assert said.finished["b"].reason is FinishReason.LENGTH
+    assert loop.snapshot().preemptions == 0

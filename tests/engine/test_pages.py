@@ -110,3 +110,16 @@ def test_the_account_finds_what_is_missing_and_what_is_too_much() -> None:
         pool.check({(page, Hold.USED): 2})
     with pytest.raises(AccountingError):
         pool.check({(page, Hold.PINNED): 1})
+
+
+def test_forgotten_content_is_not_found_again() -> None:
+    pool = PagePool(2)
+    held, left = pool.allocate(2, Hold.USED)
+    pool.publish(held, b"held")
+    pool.publish(left, b"left")
+    pool.drop([left], Hold.USED)
+    pool.forget([held, left])
+    assert pool.lookup(b"held") is None
+    assert pool.lookup(b"left") is None
+    assert (pool.state(held), pool.state(left)) == (PageState.USED, PageState.FREE)
+    pool.check({(held, Hold.USED): 1})
