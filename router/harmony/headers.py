@@ -8,6 +8,7 @@ ends it.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -99,6 +100,11 @@ def is_cut_header(text: str) -> bool:
     """Whether an output that stops here stopped inside a word of a header."""
     word = text.strip()
     return any(expected.startswith(word) for expected in _HEADER_WORDS)
+
+
+def is_noise(text: str, *, punctuation: bool) -> bool:
+    """Whether nothing in ``text`` can be seen; with ``punctuation``, or has a meaning of its own."""
+    return all(one.isspace() or (punctuation and unicodedata.category(one)[0] == "P") for one in text)
 
 
 class _HeaderScanner:

@@ -22,6 +22,7 @@ from antiphon.router.harmony.headers import (
     HeaderReading,
     Origin,
     is_cut_header,
+    is_noise,
     read_header,
 )
 from antiphon.router.harmony.markers import (
@@ -229,14 +230,14 @@ class HarmonyParser:
             return
         self._repairs[Repair.MESSAGE_MISSING] += 1
         reading = read_header(self._parts(), self._origin, ended=False)
-        if reading.headless and reading.body.strip():
+        # An answer may be a dash or a dot; between messages, or behind a channel, that is noise.
+        may_be_noise = self._origin is not Origin.PROMPT or reading.garbled
+        if (reading.headless or reading.garbled) and is_noise(reading.body, punctuation=may_be_noise):
+            self._repairs[Repair.HEADER_DROPPED] += 1
+        elif reading.headless:
             self._repairs[Repair.HEADER_MISSING] += 1
             self._writer.hold(reading.body)
-            return
-        if reading.headless or (reading.garbled and not any(map(str.isalnum, reading.body))):
-            self._repairs[Repair.HEADER_DROPPED] += 1
-            return
-        if reading.body or reading.recipients:
+        elif reading.body or reading.recipients:
             self._open_body(reading)
             self._close_body(complete=True)
 
