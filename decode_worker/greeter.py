@@ -107,8 +107,12 @@ class PrefillGreeter:
 
     def on_probe(self, peer: Peer, message: KvProbe) -> None:
         """The probe pages were written: compare."""
-        if self._probe is None or self._probe.peer != peer or message.decode_epoch != self._node.me.epoch:
+        if message.decode_epoch != self._node.me.epoch or message.prefill_epoch != peer.epoch:
             self._counters["stale_messages"] += 1
+            return
+        if self._probe is None or self._probe.peer != peer:
+            self._counters["handshakes_failed"] += 1
+            self._node.send(peer, KvProbeResult(self._node.me.epoch, False, "the probe came too late"))
             return
         found = {
             group: zlib.crc32(self._cache.read_page(group, self._cache.probe_page(group)))
@@ -149,6 +153,8 @@ class PrefillGreeter:
         self._probe = _Probe(peer, time.monotonic())
         self._expect(+1)
         pages = {group: self._cache.probe_page(group) for group in ("full", "sliding")}
+        for group, page in pages.items():
+            self._cache.memory(group)[page].zero_()  # what an earlier probe left must not pass for this one
         me = self._node.me
         welcome = KvWelcome(me.worker_id, me.epoch, self._fingerprint, 1, (self._memory,), pages)
         self._node.send(peer, welcome)

@@ -23,7 +23,7 @@ from antiphon.kv_transfer.handshake import PeerKv, RankPages, check_peer
 from antiphon.kv_transfer.plan import group_layouts, plan_runs
 from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
 from antiphon.kv_transfer.transport import Copies, Transport
-from antiphon.protocol.errors import HandshakeError, TransferError
+from antiphon.protocol.errors import HandshakeError
 from antiphon.protocol.identity import KvFingerprint
 from antiphon.protocol.link import LinkNode, Peer
 from antiphon.protocol.link_thread import LinkThread
@@ -82,6 +82,7 @@ class DecodePeers:
         self._counters = counters
         self._on_ready = on_ready
         self._candidates: dict[Peer, _Candidate] = {}
+        self._checksums = _fill_probe_pages(local.cache, tuple(local.pages.spans))
 
     def ready(self) -> Mapping[Peer, PeerKv]:
         """Peers that may be written to."""
@@ -156,6 +157,7 @@ class DecodePeers:
             self._counters["stale_messages"] += 1
         elif message.ok:
             candidate.state, candidate.detail = PeerState.READY, ""
+            candidate.retry_s = _FIRST_RETRY_S
             self._counters["handshakes_ok"] += 1
             _log.info("probe pages arrived intact at %s", peer)
             self._on_ready()
@@ -164,11 +166,12 @@ class DecodePeers:
 
     # ------------------------------------------------------------------------------------------- steps
 
+    def _greet_again(self, candidate: _Candidate) -> None:
+        if self._candidates.get(candidate.peer) is candidate and candidate.state is PeerState.FAILED:
+            candidate.state = PeerState.GREETING
+            self._greet(candidate.peer)
+
     def _greet(self, peer: Peer) -> None:
-        candidate = self._candidates.get(peer)
-        if candidate is None:
-            return
-        candidate.state = PeerState.GREETING
         local = self._local
         hello = KvHello(
             self._node.me.worker_id,
@@ -188,11 +191,10 @@ class DecodePeers:
         if set(done.result()) != kv.agent_names:
             self._end(peer, PeerState.FAILED, f"metadata of {done.result()} instead of {kv.agent_names}")
             return
-        try:
-            checksums, writes = self._prepare_probe(kv, probe_pages)
-        except (TransferError, KeyError) as error:
-            self._end(peer, PeerState.FAILED, f"probe: {error}")
+        if set(probe_pages) != set(self._checksums):
+            self._end(peer, PeerState.FAILED, f"probe pages for {sorted(probe_pages)} offered")
             return
+        writes = self._plan_probe(kv, probe_pages)
         left = len(writes)
 
         def one_done(outcome: WriteOutcome) -> None:
@@ -201,22 +203,15 @@ class DecodePeers:
             if outcome.error is not None:
                 self._end(peer, PeerState.FAILED, f"probe: {outcome.error}")
             elif left == 0 and peer in self._candidates:
-                probe = KvProbe(self._node.me.epoch, peer.epoch, checksums)
+                probe = KvProbe(self._node.me.epoch, peer.epoch, self._checksums)
                 self._node.send(peer, probe)
 
         for rank, copies in writes:
             self._transfer.write(rank.agent_name, copies, b"", lambda o: self._thread.post(one_done, o))
 
-    def _prepare_probe(
-        self, kv: PeerKv, probe_pages: dict[str, int]
-    ) -> tuple[dict[str, int], list[tuple[RankPages, list[Copies]]]]:
-        """Fill the own probe pages with random bytes; their checksums and the writes that ship them."""
+    def _plan_probe(self, kv: PeerKv, probe_pages: dict[str, int]) -> list[tuple[RankPages, list[Copies]]]:
+        """The writes that ship the own probe pages to every rank of a peer."""
         local, cache = self._local, self._local.cache
-        checksums = {}
-        for group in local.pages.spans:
-            page = cache.memory(group)[cache.probe_page(group)].view(torch.uint8)
-            page.copy_(torch.randint(0, 256, page.shape, dtype=torch.uint8))
-            checksums[group] = zlib.crc32(cache.read_page(group, cache.probe_page(group)))
         writes = []
         for rank in kv.ranks:
             copies = []
@@ -226,7 +221,7 @@ class DecodePeers:
                 if len(runs):
                     copies.append(Copies(local.pages.spans[group], rank.spans[group], runs))
             writes.append((rank, copies))
-        return checksums, writes
+        return writes
 
     def _end(self, peer: Peer, state: PeerState, detail: str) -> None:
         candidate = self._candidates.get(peer)
@@ -236,5 +231,17 @@ class DecodePeers:
         self._counters["handshakes_failed"] += 1
         _log.warning("handshake with %s: %s: %s", peer, state, detail)
         if state is PeerState.FAILED:
-            self._thread.later(candidate.retry_s, self._greet, peer)
+            self._thread.later(candidate.retry_s, self._greet_again, candidate)
             candidate.retry_s = min(candidate.retry_s * 2, _LAST_RETRY_S)
+
+
+def _fill_probe_pages(cache: PagedKvCache, groups: tuple[str, ...]) -> dict[str, int]:
+    """Random bytes for the own probe pages, once per life, as several peers may be probed at a time.
+
+    Returns:
+        Page group -> crc32 of its probe page.
+    """
+    for group in groups:
+        page = cache.memory(group)[cache.probe_page(group)].view(torch.uint8)
+        page.copy_(torch.randint(0, 256, page.shape, dtype=torch.uint8))
+    return {group: zlib.crc32(cache.read_page(group, cache.probe_page(group))) for group in groups}

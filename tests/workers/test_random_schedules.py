@@ -1,0 +1,58 @@
+"""Random schedules of requests, aborts, deadlines and transport faults: right tokens, nothing held at the end."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
+
+Start = Callable[..., tuple[Any, Any]]
+
+RATES = {
+    Fault.LOSE_NOTIFICATION: 0.05,
+    Fault.REPEAT_NOTIFICATION: 0.1,
+    Fault.FAIL_POST: 0.05,
+    Fault.FAIL_WRITE: 0.03,
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_everything_ends_once_and_nothing_stays_held(started: Start, seed: int) -> None:
+    chance = random.Random(seed)
+    network = InProcessNetwork(seed, RATES, max_delay_polls=30)
+    pair, router = started(
+        network.transport,
+        prefill_settings={"full_pages": 48, "prefix_cache": seed % 2 == 0},
+        decode_settings={"full_pages": 40, "prefix_cache": seed % 2 == 0, "max_batch_size": 6},
+    )
+    shared = router.random_prompt(48)
+    names, aborted, hurried = [], set(), set()
+    for _ in range(24):
+        prompt = (shared if chance.random() < 0.4 else []) + router.random_prompt(chance.randint(1, 150))
+        deadline_s = 0.05 if chance.random() < 0.15 else None
+        name = router.generate(prompt, max_tokens=chance.randint(1, 30), deadline_s=deadline_s)
+        names.append(name)
+        if deadline_s is not None:
+            hurried.add(name)
+        time.sleep(chance.random() * 0.02)
+        if chance.random() < 0.3:
+            victim = chance.choice(names)
+            aborted.add(victim)
+            router.abort(victim)
+    router.wait(*names, seconds=90)
+    for name in names:
+        outcome = router.requests[name]
+        expected = outcome.expected()
+        assert outcome.finish is not None, outcome.refused
+        allowed = {"length"} | ({"abort"} if name in aborted else set())
+        allowed |= {"deadline"} if name in hurried else set()
+        assert outcome.finish.reason in allowed
+        complete = outcome.finish.reason == "length"
+        assert outcome.tokens == (expected if complete else expected[: len(outcome.tokens)])
+    pair.wait_idle(20)
+    assert sum(network.happened.values()) > 10, "the schedule met no faults"
