@@ -48,10 +48,13 @@ def _running(kit: Any, loop: EngineLoop) -> None:
 
 
 def _preempted(kit: Any, loop: EngineLoop) -> None:
-    loop.submit(kit.request("first", kit.prompt_of(50), max_tokens=50))
-    loop.submit(kit.request("x", kit.prompt_of(50, 1), max_tokens=50))
-    while loop.snapshot().preemptions == 0:
+    loop.submit(kit.request("first", kit.prompt_of(30), max_tokens=90))
+    loop.submit(kit.request("x", kit.prompt_of(30, 1), max_tokens=90))
+    for _ in range(100):
         loop.step()
+        if loop.snapshot().preemptions:
+            return
+    raise AssertionError("nothing was preempted")
 
 
 STATES: dict[SequenceStatus, Callable[[Any, EngineLoop], None]] = {
