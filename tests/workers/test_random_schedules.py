@@ -1,4 +1,4 @@
-"""Random schedules of requests, aborts, deadlines and transport faults: right tokens, nothing held at the end."""
+"""Random schedules of requests, aborts, deadlines and faults: right tokens, and nothing held at the end."""
 
 from __future__ import annotations
 
