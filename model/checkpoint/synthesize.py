@@ -1,14 +1,15 @@
 """Random checkpoints with activations of a sane size, on disk or straight into a device's memory.
 
 How the sizes are kept sane: embeddings and norms have unit rms; every projection has the gain below over the
-square root of its inputs; so each block adds about half an rms to a residual stream that starts at one, and
-36 layers end near 4. Logits have a standard deviation of about 3, far enough apart for greedy decoding to be
+square root of its inputs; so each layer adds an rms of about 0.9 to a residual stream that starts at 1, and
+36 layers end near 6. Logits have a standard deviation of about 3, far enough apart for greedy decoding to be
 stable and close enough for sampling to mean something. Gates and ups reach their clamps now and then, and
 sinks take a visible share of every softmax, so that leaving either out is seen.
 
 Routing is near uniform, in three ways. Little adds the same vector to every token, which a router would see
-as a preference: the biases that reach the residual stream are small, attention is sharp enough that tokens do
-not all read the same average, and the up half's bias is centred on -1, which takes the mean out of
+as a preference: the biases that reach the residual stream are small; attention is sharp enough that tokens do
+not all read the same average, and adds less than the experts do, so that what it does average is not
+amplified from layer to layer; and the up half's bias is centred on -1, which takes the mean out of
 gate * sigmoid(gate) * (up + 1). Router rows have equal length, since a longer row wins more often. And the
 router's own bias is small. Tokens drawn uniformly from the vocabulary then load experts almost evenly;
 repeated tokens do not.
@@ -34,11 +35,12 @@ _GATE_UP_BIAS_STD = 0.1
 _NORM_STD = 0.1
 _SINK_MEAN, _SINK_STD = 4.0, 1.0
 _QUERY_GAIN = 1.5
+_OUT_GAIN = 0.7
 _LOGIT_STD = 3.0
 _GATE_UP_GAIN = 2.0
-_DOWN_GAIN = 0.3
+_DOWN_GAIN = 0.6
 _FP4_RMS = math.sqrt(sum(value * value for value in FP4_VALUES) / len(FP4_VALUES))
-_SCALE_SPREAD_RMS = math.sqrt((0.25 + 1.0 + 4.0) / 3)  # exponents of -1, 0 and +1, equally often
+_SPREAD_RMS = math.sqrt((0.25 + 1.0 + 4.0) / 3)  # of 2 to the power of -1, 0 or +1, equally often
 
 
 def synthesize(
@@ -51,7 +53,7 @@ def synthesize(
     """Write a random checkpoint of a known shape; the same seed gives the same bytes in either layout.
 
     Args:
-        directory: created if absent; must not hold a checkpoint.
+        directory: must be absent or empty; appears when it is complete.
         like: ``tiny`` (about 110 MB), ``gpt-oss-20b`` (13.8 GB) or ``gpt-oss-120b`` (65.2 GB).
         seed: of all randomness.
         layout: whose names and files to write.
@@ -62,7 +64,7 @@ def synthesize(
 
     Raises:
         ConfigError: no shape of that name.
-        CheckpointError: the folder holds a checkpoint already.
+        CheckpointError: the folder is not empty.
     """
     config = preset(like)
     write_checkpoint(directory, config, synthesize_parameters(config, seed), layout, max_shard_bytes)
@@ -98,11 +100,7 @@ def _draw(spec: ParameterSpec, config: GptOssConfig, generator: torch.Generator)
             if "mlp1" in spec.name
             else (config.intermediate_size, _DOWN_GAIN)
         )
-        exponent = round(math.log2(gain / math.sqrt(inputs) / (_FP4_RMS * _SCALE_SPREAD_RMS)))
-        low = 127 + exponent - 1
-        return torch.randint(
-            low, low + 3, spec.shape, dtype=torch.uint8, device=generator.device, generator=generator
-        )
+        return _draw_scales(spec.shape, gain / math.sqrt(inputs), generator)
     mean, std = _moments(spec, config)
     values = torch.empty(spec.shape, dtype=torch.bfloat16, device=generator.device)
     values.normal_(mean, std, generator=generator)
@@ -113,6 +111,18 @@ def _draw(spec: ParameterSpec, config: GptOssConfig, generator: torch.Generator)
     elif spec.name.endswith(".qkv.weight"):
         values[: config.query_width] *= _QUERY_GAIN
     return values
+
+
+def _draw_scales(shape: tuple[int, ...], std: float, generator: torch.Generator) -> Tensor:
+    """Block scales [..., blocks] uint8, four different ones, that give random FP4 codes this deviation."""
+    target = math.log2(std / (_FP4_RMS * _SPREAD_RMS))
+    low = math.floor(target)
+    share_above = (
+        math.pow(4.0, target - low) - 1
+    ) / 3  # mixes 4^low and 4^(low + 1) to a mean square of 4^target
+    above = torch.rand(shape, device=generator.device, generator=generator) < share_above
+    spread = torch.randint(-1, 2, shape, dtype=torch.int8, device=generator.device, generator=generator)
+    return (spread + (127 + low) + above).to(torch.uint8)
 
 
 def _moments(spec: ParameterSpec, config: GptOssConfig) -> tuple[float, float]:
@@ -127,4 +137,5 @@ def _moments(spec: ParameterSpec, config: GptOssConfig) -> tuple[float, float]:
         return _SINK_MEAN, _SINK_STD
     if spec.name.endswith("bias"):
         return 0.0, _GATE_UP_BIAS_STD if spec.name.endswith(".mlp1_bias") else _BIAS_STD
-    return 0.0, 1.0 / math.sqrt(spec.shape[-1])
+    gain = _OUT_GAIN if spec.name.endswith(".out.weight") else 1.0
+    return 0.0, gain / math.sqrt(spec.shape[-1])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +41,10 @@ def write_checkpoint(
     layout: Layout = Layout.HUGGING_FACE,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a whole checkpoint; config.json comes last, so that a half-written folder is not taken for one.
+    """Write a whole checkpoint; the folder appears when it is complete, or not at all.
 
     Args:
-        directory: created if absent; must not hold a checkpoint already.
+        directory: must be absent or empty.
         config: the model's shape.
         parameters: (OpenAI's name, tensor) in the order of ``parameter_specs``; experts as uint8 ``blocks``
             and ``scales``. Consumed one at a time, so memory stays at one parameter.
@@ -49,26 +52,23 @@ def write_checkpoint(
         max_shard_bytes: a file is closed before it would grow beyond this.
 
     Raises:
-        CheckpointError: the folder holds a checkpoint, or ``parameters`` are not those of the config.
+        CheckpointError: the folder is not empty, or ``parameters`` are not those of the config.
         OSError: the disk is full or not writable.
     """
     specs = parameter_specs(config, layout)
     shards = plan_shards(specs, layout, max_shard_bytes)
-    _prepare(directory)
     parts = _split_parameters(specs, parameters)
-    for shard in shards:
-        header, _ = _header(shard)
-        partial = directory / f"{shard.file}.partial"
-        with partial.open("wb") as file:
-            file.write(header)
-            for spec in shard.tensors:
-                tensor = next(parts).to(_DTYPES[spec.dtypes[0]]).cpu().contiguous()
-                file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-        partial.rename(directory / shard.file)
-    surplus = next(parts, None)
-    if surplus is not None:
-        raise CheckpointError(f"{directory}: more parameters given than the model has")
-    _write_metadata(directory, config, layout, shards)
+    with _appearing(directory) as folder:
+        for shard in shards:
+            header, _ = _header(shard)
+            with (folder / shard.file).open("wb") as file:
+                file.write(header)
+                for spec in shard.tensors:
+                    tensor = next(parts).to(_DTYPES[spec.dtypes[0]]).cpu().contiguous()
+                    file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+        if next(parts, None) is not None:
+            raise CheckpointError(f"{directory}: more parameters given than the model has")
+        _write_metadata(folder, config, layout, shards)
 
 
 def write_sparse_checkpoint(
@@ -82,16 +82,34 @@ def write_sparse_checkpoint(
     Reads as zeros. For exercising whatever looks at headers and sizes at full scale.
 
     Raises:
-        CheckpointError: the folder holds a checkpoint already.
+        CheckpointError: the folder is not empty.
     """
     shards = plan_shards(parameter_specs(config, layout), layout, max_shard_bytes)
-    _prepare(directory)
-    for shard in shards:
-        header, size = _header(shard)
-        with (directory / shard.file).open("wb") as file:
-            file.write(header)
-            file.truncate(size)
-    _write_metadata(directory, config, layout, shards)
+    with _appearing(directory) as folder:
+        for shard in shards:
+            header, size = _header(shard)
+            with (folder / shard.file).open("wb") as file:
+                file.write(header)
+                file.truncate(size)
+        _write_metadata(folder, config, layout, shards)
+
+
+@contextmanager
+def _appearing(directory: Path) -> Iterator[Path]:
+    """A folder beside ``directory`` that takes its place on success and is removed on failure."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(f"{directory}: exists and is not an empty folder; nothing was written")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        folder.chmod(0o755)  # mkdtemp's own mode would keep other users out
+        yield folder
+        try:
+            folder.rename(directory)
+        except OSError as error:
+            raise CheckpointError(f"{directory}: came to be while it was written; left as it is") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def plan_shards(specs: tuple[ParameterSpec, ...], layout: Layout, max_shard_bytes: int) -> tuple[Shard, ...]:
@@ -125,16 +143,6 @@ def _header(shard: Shard) -> tuple[bytes, int]:
     return encode_header((spec.name, spec.dtypes[0], spec.shape) for spec in shard.tensors)
 
 
-def _prepare(directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for present in (directory / CONFIG_NAME, directory / INDEX_NAME):
-        if present.exists():
-            raise CheckpointError(f"{directory}: already holds a checkpoint ({present.name})")
-    leftover = [*directory.glob("*.safetensors"), *directory.glob("*.safetensors.partial")]
-    for file in leftover:  # of a run that was interrupted: the config would have come last
-        file.unlink()
-
-
 def _split_parameters(
     specs: tuple[ParameterSpec, ...], parameters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[Tensor]:
@@ -165,6 +173,4 @@ def _write_metadata(directory: Path, config: GptOssConfig, layout: Layout, shard
 
 
 def _write_json(path: Path, tree: dict[str, object]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(tree, indent=2) + "\n")
-    partial.rename(path)
+    path.write_text(json.dumps(tree, indent=2) + "\n")

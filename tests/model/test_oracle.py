@@ -15,7 +15,7 @@ from antiphon.model.checkpoint.load import load_model
 from antiphon.model.transformer import Transformer
 
 TOLERANCE = 2e-4
-"""On logits with a standard deviation of 3. A wrong window or a dropped sink is off by more than 100 times that."""
+"""On logits with a standard deviation of 3; a wrong window or dropped sinks are off by 100 times that."""
 LENGTHS = (1, 127, 128, 129, 130, 300, 1000)
 
 Forward = Callable[..., Tensor]
