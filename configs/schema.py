@@ -91,6 +91,19 @@ class TransferConfig(Section):
     """A peer silent for this long is treated as dead and its work is recomputed elsewhere."""
     heartbeat_s: float = pydantic.Field(1.0, gt=0)
     """Interval of heartbeats on every link."""
+    verify_checksums: bool = False
+    """Compare a CRC of every write where it arrives and recompute on a mismatch; host memory only, slow."""
+
+
+class ResponseStoreConfig(Section):
+    """Responses that later requests can refer to by id."""
+
+    path: str | None = None
+    """SQLite file; absent keeps them in the router's memory, so they end with it."""
+    max_bytes: int = pydantic.Field(256 * 1024 * 1024, ge=1024 * 1024)
+    """Size of all stored responses; beyond it the oldest go."""
+    max_age_s: float = pydantic.Field(30 * 24 * 3600.0, gt=0)
+    """A response older than this is gone."""
 
 
 class RouterConfig(Section):
@@ -120,6 +133,8 @@ class RouterConfig(Section):
     """A request whose worker died waits this long for another one; a new request does not wait."""
     drain_timeout_s: float = pydantic.Field(60.0, ge=0)
     """A router that stops lets its open requests finish for this long."""
+    response_store: ResponseStoreConfig = ResponseStoreConfig()
+    """Where stored responses are kept."""
 
 
 class RayConfig(Section):

@@ -17,13 +17,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+import numpy as np
+
+from antiphon.kv_transfer.checksum import crc32_of
 from antiphon.kv_transfer.completion import CompletionSet, Tick
 from antiphon.kv_transfer.leases import WriteLeases, Writer
+from antiphon.kv_transfer.transport import Memory
 from antiphon.protocol.errors import IllegalTransition
 from antiphon.protocol.link import Peer
 from antiphon.protocol.messages import (
@@ -33,6 +37,7 @@ from antiphon.protocol.messages import (
     Message,
     MissingWrites,
     RefuseWrites,
+    WriteChecksum,
     WriteDone,
     WritesDrained,
     WritesFailed,
@@ -102,6 +107,7 @@ class KvReceiver:
         outcomes: ReceiveOutcomes,
         expect: Callable[[int], None],
         counters: Counter[str],
+        spans: Mapping[str, Memory],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._epoch = epoch
@@ -110,6 +116,7 @@ class KvReceiver:
         self._outcomes = outcomes
         self._expect = expect
         self._counters = counters
+        self._spans = spans
         self._clock = clock
         self._receives: dict[Key, _Receive] = {}
         self._leases = WriteLeases()
@@ -184,6 +191,12 @@ class KvReceiver:
         if receive is None or receive.writes is None or lease is None or lease.writer != writer:
             self._counters["notifications_late"] += 1
             return
+        if message.checksum is not None and not self._intact(message.checksum):
+            self._counters["checksum_mismatches"] += 1
+            _log.error("a write of %s attempt %d arrived damaged", *key)
+            if receive.state is ReceiveState.RECEIVING:
+                self._stop_writer(key, receive)
+            return
         tick = receive.writes.tick(message.key, self._clock())
         if tick is not Tick.NEW:
             self._counters[f"notifications_{tick.value}"] += 1
@@ -249,14 +262,28 @@ class KvReceiver:
                 continue
             if receive.writes.times_asked >= _MAX_TIMES_ASKED:
                 self._counters["receives_timed_out"] += 1
-                receive.move(ReceiveState.STOPPING)
-                receive.stopping_since = now
-                self._cancel(key)
+                self._stop_writer(key, receive)
                 continue
             receive.writes.times_asked += 1
             missing = receive.writes.missing()
             self._counters["missing_writes_asked"] += len(missing)
             self._send(self._writer_peers[lease.writer], MissingWrites(*key, self._epoch, missing))
+
+    def _stop_writer(self, key: Key, receive: _Receive) -> None:
+        """Have the writer stop; once it has, the attempt counts as lost and is computed again."""
+        receive.move(ReceiveState.STOPPING)
+        receive.stopping_since = self._clock()
+        self._cancel(key)
+
+    def _intact(self, checksum: WriteChecksum) -> bool:
+        """Whether the bytes are here as they were sent; pages of a live lease, so nobody else writes them."""
+        crc = 0
+        for group, offset, length in checksum.spans:
+            span = self._spans.get(group)
+            if span is None or not 0 <= offset < offset + length <= span.length_bytes:
+                return False  # the sender speaks of memory that is not here
+            crc = crc32_of(span, np.array([[offset, length]]), crc)
+        return crc == checksum.crc32
 
     def _give_up(self, key: Key) -> None:
         """Stop waiting for a writer that cannot be asked; its pages stay set aside."""

@@ -61,6 +61,8 @@ class DecodeWorker:
             raise ConfigError(
                 f"decode.tensor_parallel {config.decode.tensor_parallel}: a worker drives one rank"
             )
+        if config.transfer.verify_checksums and config.decode.device != "cpu":
+            raise ConfigError("transfer.verify_checksums: only pages in host memory can be checked")
         self._config = config
         self._bind_host = bind_host
         self._transport_factory = transport_factory or nixl_transport
@@ -175,7 +177,7 @@ class DecodeWorker:
         cache = self._engine.kv_cache
         model, transfer = self._config.model, self._config.transfer
         fingerprint = cache.fingerprint(model.name, model.revision or "")
-        rank_pages(group_layouts(fingerprint), 1, memory)  # refuse a layout that no peer could address
+        pages = rank_pages(group_layouts(fingerprint), 1, memory)
         self._greeter = PrefillGreeter(
             fingerprint,
             memory,
@@ -193,6 +195,7 @@ class DecodeWorker:
             self._dispatch,
             self._transfer.expect,
             self._counters,
+            pages.spans,
         )
         self._dispatch.receive_through(receiver)
         self._node.start()

@@ -22,7 +22,7 @@ from antiphon.engine.events import KvWritten
 from antiphon.kv_transfer.handshake import PeerKv
 from antiphon.protocol.errors import IllegalTransition
 from antiphon.protocol.link import Peer
-from antiphon.protocol.messages import PrefillRequest, WriteKey
+from antiphon.protocol.messages import PrefillRequest, WriteChecksum, WriteKey
 
 
 class JobState(StrEnum):
@@ -68,6 +68,7 @@ class PrefillJob:
     posted_at: dict[WriteKey, float] = field(default_factory=dict)
     """Writes under way, with the time at which they were handed to the transport."""
     done: set[WriteKey] = field(default_factory=set)
+    checksums: dict[WriteKey, WriteChecksum] = field(default_factory=dict)
     computed: bool = False
     failure: Failure | None = None
     drain_asked: bool = False

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from antiphon.engine.events import KvWritten
+from antiphon.kv_transfer.checksum import crc32_of
 from antiphon.kv_transfer.handshake import PeerKv, RankPages, page_pairs
 from antiphon.kv_transfer.plan import group_layouts, layer_range, plan_runs
 from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
@@ -15,7 +16,7 @@ from antiphon.prefill_worker.jobs import PrefillJob
 from antiphon.protocol.codec import encode
 from antiphon.protocol.errors import TransferError
 from antiphon.protocol.identity import KvFingerprint
-from antiphon.protocol.messages import WriteDone, WriteKey
+from antiphon.protocol.messages import WriteChecksum, WriteDone, WriteKey
 
 OnShipped = Callable[[WriteKey, WriteOutcome, int], None]
 """Called on the transfer thread with the key, how it ended and the bytes that were sent."""
@@ -31,6 +32,8 @@ class Shipper:
         transfer: TransferThread,
         layer_groups: int,
         epoch: int,
+        *,
+        verify_checksums: bool,
     ) -> None:
         self._layouts = group_layouts(fingerprint)
         self._page_size = fingerprint.page_size_tokens
@@ -38,6 +41,7 @@ class Shipper:
         self._transfer = transfer
         self._layer_groups = layer_groups
         self._epoch = epoch
+        self._verify_checksums = verify_checksums
 
     def keys(self, chunks: int) -> frozenset[WriteKey]:
         """Every write of a request of so many chunks."""
@@ -63,10 +67,12 @@ class Shipper:
         once all of them are done; with nothing to write (the peer has the pages) it is sent at once.
         """
         key = self.key(event)
-        notification = self.notification(job, key)
         parts = [(rank, copies) for rank in job.decode_kv.ranks if (copies := self._copies(job, event, rank))]
         size = sum(part.total_bytes for _, copies in parts for part in copies)
         lead = job.decode_kv.ranks[0].agent_name
+        if self._verify_checksums and len(parts) == 1:
+            job.checksums[key] = self._checksum(parts[0][1])
+        notification = self.notification(job, key)
 
         def finished(outcome: WriteOutcome) -> None:
             on_shipped(key, outcome, size)
@@ -102,7 +108,17 @@ class Shipper:
     def notification(self, job: PrefillJob, key: WriteKey) -> bytes:
         """The WriteDone of one write, encoded."""
         request_id, attempt = job.key
-        return encode(WriteDone(request_id, attempt, self._epoch, job.request.ticket.decode_epoch, key))
+        decode_epoch, checksum = job.request.ticket.decode_epoch, job.checksums.get(key)
+        return encode(WriteDone(request_id, attempt, self._epoch, decode_epoch, key, checksum))
+
+    def _checksum(self, copies: list[Copies]) -> WriteChecksum:
+        """Of bytes that are final in host memory: the source pages are neither computed nor freed again."""
+        group_of = {span: group for group, span in self._pages.spans.items()}
+        spans, crc = [], 0
+        for part in copies:
+            crc = crc32_of(part.source, part.runs[:, [0, 2]], crc)
+            spans += [(group_of[part.source], to, length) for _, to, length in part.runs.tolist()]
+        return WriteChecksum(spans, crc)
 
     def _copies(self, job: PrefillJob, event: KvWritten, rank: RankPages) -> list[Copies]:
         ticket = job.request.ticket

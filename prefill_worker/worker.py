@@ -60,6 +60,8 @@ class PrefillWorker:
             raise ConfigError(
                 f"prefill.tensor_parallel {config.prefill.tensor_parallel}: a worker drives one rank"
             )
+        if config.transfer.verify_checksums and config.prefill.device != "cpu":
+            raise ConfigError("transfer.verify_checksums: only pages in host memory can be checked")
         self._config = config
         self._bind_host = bind_host
         self._transport_factory = transport_factory or nixl_transport
@@ -177,8 +179,15 @@ class PrefillWorker:
         self._peers = DecodePeers(
             local, self._node, self._thread, self._transfer, self._counters, self._report_load
         )
-        layer_groups = self._config.transfer.layer_groups
-        shipper = Shipper(fingerprint, pages, self._transfer, layer_groups, self._address.epoch)
+        transfer = self._config.transfer
+        shipper = Shipper(
+            fingerprint,
+            pages,
+            self._transfer,
+            transfer.layer_groups,
+            self._address.epoch,
+            verify_checksums=transfer.verify_checksums,
+        )
         self._dispatch = PrefillDispatch(
             self._engine,
             self._node,

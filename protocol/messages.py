@@ -357,6 +357,15 @@ class RefuseWrites(Message, frozen=True):
     reason: str
 
 
+class WriteChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the bytes of one write must be where they arrived."""
+
+    spans: list[tuple[str, int, int]]
+    """(page group, offset, length) in bytes within the receiver's memory of that group, in order."""
+    crc32: int
+    """Over the spans' bytes, one after the other."""
+
+
 class WriteDone(Message, frozen=True):
     """Prefill -> decode, as the transfer's own notification: these bytes are in your memory."""
 
@@ -365,6 +374,8 @@ class WriteDone(Message, frozen=True):
     prefill_epoch: int
     decode_epoch: int
     key: WriteKey
+    checksum: WriteChecksum | None = None
+    """Only with ``transfer.verify_checksums``."""
 
 
 class MissingWrites(Message, frozen=True):

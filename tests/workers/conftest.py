@@ -87,6 +87,11 @@ def config(**transfer: Any) -> DeploymentConfig:
     )
 
 
+@pytest.fixture
+def make_config() -> Callable[..., DeploymentConfig]:
+    return config
+
+
 @dataclass
 class Outcome:
     """What the router stand-in saw of one request."""

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from antiphon.configs.schema import DeploymentConfig
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
 
 Start = Callable[..., tuple[Any, Any]]
+MakeConfig = Callable[..., DeploymentConfig]
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 33, 100, 200])
@@ -114,6 +116,22 @@ def test_a_failed_write_is_said_and_recomputed(started: Start, fault: Fault, cou
     assert outcome.attempts == [1, 2]
     assert [failure.stage for failure in outcome.prefill_failures] == [stage]
     assert pair.decode.status().counters["receives_lost"] == 1
+    pair.wait_idle()
+
+
+def test_a_corrupt_write_is_noticed_and_recomputed(started: Start, make_config: MakeConfig) -> None:
+    network = InProcessNetwork(seed=5)
+    pair, router = started(network.transport, deployment=make_config(verify_checksums=True))
+    intact = router.generate(router.random_prompt(100))
+    router.wait(intact)
+    network.inject(Fault.CORRUPT)
+    name = router.generate(router.random_prompt(100))
+    router.wait(name)
+    assert network.happened[Fault.CORRUPT] == 1
+    outcome = router.requests[name]
+    assert outcome.tokens == outcome.expected()
+    assert outcome.attempts == [1, 2]
+    assert pair.decode.status().counters["checksum_mismatches"] == 1
     pair.wait_idle()
 
 
