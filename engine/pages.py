@@ -69,6 +69,7 @@ class PagePool:
     def __init__(self, pages: int) -> None:
         self.pages = pages
         self._holds: list[list[int]] = [[0] * len(Hold) for _ in range(pages)]
+        self._total_holds = 0
         self._state = [PageState.FREE] * pages
         self._count = dict.fromkeys(PageState, 0) | {PageState.FREE: pages}
         self._free = list(range(pages - 1, -1, -1))
@@ -112,7 +113,7 @@ class PagePool:
             else:
                 page, _ = self._cached.popitem(last=False)
                 del self._page_of[self._key_of.pop(page)]
-            self._holds[page][hold] += 1
+            self._add_hold(page, hold, 1)
             self._settle(page)
             taken.append(page)
         return taken
@@ -126,7 +127,7 @@ class PagePool:
         if self._state[page] in (PageState.FREE, PageState.RESERVED):
             raise IllegalTransition(f"page {page} is {self._state[page]} and cannot be shared")
         self._cached.pop(page, None)
-        self._holds[page][hold] += 1
+        self._add_hold(page, hold, 1)
         self._settle(page)
 
     def quarantine(self, pages: Iterable[int]) -> None:
@@ -134,7 +135,7 @@ class PagePool:
         for page in pages:
             if not any(self._holds[page]):
                 raise IllegalTransition(f"page {page} is {self._state[page]} and nothing to quarantine")
-            self._holds[page][Hold.QUARANTINED] += 1
+            self._add_hold(page, Hold.QUARANTINED, 1)
             self._settle(page)
 
     def convert(self, pages: Iterable[int], old: Hold, new: Hold) -> None:
@@ -145,7 +146,7 @@ class PagePool:
         """
         for page in pages:
             self._take_hold(page, old)
-            self._holds[page][new] += 1
+            self._add_hold(page, new, 1)
             self._settle(page)
 
     def drop(self, pages: Iterable[int], hold: Hold, *, cold: bool = False) -> None:
@@ -196,26 +197,38 @@ class PagePool:
     def check(self, expected: Mapping[tuple[int, Hold], int]) -> None:
         """Compare every hold with what the engine's own records say: (page, kind) -> holds.
 
+        Costs as much as there are holds, however many pages exist, so that it can run at every rest.
+
         Raises:
-            AccountingError: names the first page whose holds differ, or a page counted twice or not at all.
+            AccountingError: names a page whose holds differ, or says which list does not add up.
         """
+        if sum(expected.values()) != self._total_holds or any(
+            self._holds[page][kind] != holds for (page, kind), holds in expected.items()
+        ):
+            raise AccountingError(self._difference(expected))
+        held = len({page for (page, _), holds in expected.items() if holds})
+        if self.available != self.pages - held or sum(self._count.values()) != self.pages:
+            raise AccountingError(
+                f"{self.available} pages available and {held} held of {self.pages}; by state {self._count}"
+            )
+
+    def _difference(self, expected: Mapping[tuple[int, Hold], int]) -> str:
+        """The first page and kind whose holds differ from the records."""
         for page, holds in enumerate(self._holds):
             for kind in Hold:
                 want = expected.get((page, kind), 0)
                 if holds[kind] != want:
-                    raise AccountingError(
-                        f"page {page}: {holds[kind]} holds of {kind.name}, {want} accounted for"
-                    )
-        unheld = sorted([*self._free, *self._cached])
-        if unheld != [page for page, holds in enumerate(self._holds) if not any(holds)]:
-            raise AccountingError("the free and cached lists do not match the pages without a hold")
-        if sum(self._count.values()) != self.pages:
-            raise AccountingError(f"{sum(self._count.values())} pages counted, {self.pages} exist")
+                    return f"page {page}: {holds[kind]} holds of {kind.name}, {want} accounted for"
+        return f"{self._total_holds} holds counted, {sum(expected.values())} accounted for"
 
     def _take_hold(self, page: int, hold: Hold) -> None:
         if self._holds[page][hold] == 0:
             raise IllegalTransition(f"page {page} ({self._state[page]}) has no hold of {hold.name}")
-        self._holds[page][hold] -= 1
+        self._add_hold(page, hold, -1)
+
+    def _add_hold(self, page: int, hold: Hold, change: int) -> None:
+        self._holds[page][hold] += change
+        self._total_holds += change
 
     def _settle(self, page: int) -> None:
         """Recompute a page's state from its holds."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from antiphon.engine.kv_cache import PagedKvCache, layer_group_bounds
+from antiphon.kv_transfer.plan import layer_range
 from antiphon.protocol.errors import ConfigError
 
 
@@ -59,6 +60,7 @@ def test_layer_groups_partition_the_layers_in_order(layers: int, groups: int) ->
     bounds = layer_group_bounds(layers, groups)
     assert [layer for begin, end in bounds for layer in range(begin, end)] == list(range(layers))
     assert all(end > begin for begin, end in bounds)
+    assert [range(*pair) for pair in bounds] == [layer_range(layers, g, groups) for g in range(groups)]
 
 
 def test_a_layer_group_ends_with_the_later_of_its_two_page_groups(kit: Any) -> None:
