@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import multiprocessing
 import os
 import platform
+import statistics
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -289,6 +291,7 @@ async def _zmq_consume_curve(port: int, load: Load) -> Taken:
     return await _zmq_consume(port, load, curve=True)
 
 
+RAY = "ray long-poll"
 PAIRS: dict[str, tuple[Produce, Consume]] = {
     "zeromq+msgspec": (_zmq_produce_plain, _zmq_consume_plain),
     "zeromq+msgspec, CURVE": (_zmq_produce_curve, _zmq_consume_curve),
@@ -319,7 +322,7 @@ def measure(candidate: str, port: int, seconds: float, burst: int) -> Figures:
     """Run one candidate paced and saturated."""
 
     def run(load: Load, port: int) -> tuple[Taken, float]:
-        return _ray_measure(load) if candidate == "ray long-poll" else _pair_measure(candidate, port, load)
+        return _ray_measure(load) if candidate == RAY else _pair_measure(candidate, port, load)
 
     taken, cpu_s = run(Load(int(seconds * STEPS_PER_S), STEPS_PER_S), port)
     ordered = sorted(taken.latencies_us[STEPS_PER_S // 2 :])  # the first half second warms up
@@ -334,6 +337,15 @@ def measure(candidate: str, port: int, seconds: float, burst: int) -> Figures:
     )
 
 
+def median(rounds: list[Figures]) -> Figures:
+    """Each figure's median over the rounds."""
+    fields = [field.name for field in dataclasses.fields(Figures) if field.name != "candidate"]
+    return Figures(
+        rounds[0].candidate,
+        **{name: statistics.median(getattr(figures, name) for figures in rounds) for name in fields},
+    )
+
+
 def main() -> None:
     """Measure every candidate and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -341,19 +353,21 @@ def main() -> None:
     parser.add_argument("--burst", type=int, default=20_000)
     parser.add_argument("--port", type=int, default=42_400)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    results = []
-    for index, candidate in enumerate(PAIRS):
-        results.append(measure(candidate, options.port + 2 * index, options.seconds, options.burst))
-        print(results[-1])
     import ray
 
+    rounds: dict[str, list[Figures]] = {candidate: [] for candidate in [*PAIRS, RAY]}
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
-        results.append(measure("ray long-poll", 0, options.seconds, options.burst))
-        print(results[-1])
+        for number in range(options.rounds):
+            for index, candidate in enumerate(rounds):
+                port = options.port + 2 * (number * len(rounds) + index)
+                rounds[candidate].append(measure(candidate, port, options.seconds, options.burst))
+                print(rounds[candidate][-1])
     finally:
         ray.shutdown()
+    results = [median(figures) for figures in rounds.values()]
     if options.out:
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
@@ -367,6 +381,8 @@ def main() -> None:
                 "python": platform.python_version(),
             },
             "shape": {"tokens_per_step": TOKENS_PER_STEP, "steps_per_s": STEPS_PER_S},
+            "load_average_1m": os.getloadavg()[0],
+            "rounds": {name: [asdict(figures) for figures in runs] for name, runs in rounds.items()},
             "results": [asdict(result) for result in results],
         }
         options.out.write_text(json.dumps(record, indent=2) + "\n")
