@@ -24,6 +24,13 @@ from antiphon.router.openai.completion_schema import CompletionRequest
 from antiphon.router.openai.completions import text_completion
 from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.errors import ApiError, model_not_found, unavailable
+from antiphon.router.openai.responses import (
+    create_response,
+    delete_response,
+    read_input_items,
+    read_response,
+)
+from antiphon.router.openai.responses_schema import ResponsesRequest
 from antiphon.router.openai.tokenize import (
     DetokenizeRequest,
     TokenizeTextRequest,
@@ -32,7 +39,13 @@ from antiphon.router.openai.tokenize import (
 )
 from antiphon.router.openapi_document import describe_bodies, request_body
 
-BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeTextRequest, DetokenizeRequest)
+BODIES = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    TokenizeTextRequest,
+    DetokenizeRequest,
+)
 
 
 def create_app(context: ApiContext, is_draining: Callable[[], bool]) -> FastAPI:
@@ -50,6 +63,7 @@ def create_app(context: ApiContext, is_draining: Callable[[], bool]) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, handle_disconnect)
     app.add_exception_handler(Exception, handle_crash)
     _add_generation(app, context)
+    _add_responses(app, context)
     _add_tokenizer(app, context)
     _add_models(app, context)
     _add_operations(app, context, is_draining)
@@ -72,6 +86,30 @@ def _add_generation(app: FastAPI, context: ApiContext) -> None:
     async def create_completion(request: Request) -> Response:
         """Go on with a text or token ids."""
         return text_completion(context, await read_body(request, context.config.max_body_bytes))
+
+
+def _add_responses(app: FastAPI, context: ApiContext) -> None:
+    path = "/v1/responses/{response_id}"
+
+    @app.post("/v1/responses", tags=["Responses"], openapi_extra=request_body(ResponsesRequest))
+    async def create(request: Request) -> Response:
+        """Answer input items, and keep the response unless told otherwise."""
+        return create_response(context, await read_body(request, context.config.max_body_bytes))
+
+    @app.get(path, tags=["Responses"])
+    async def read(response_id: str) -> Response:
+        """A stored response."""
+        return read_response(context, response_id)
+
+    @app.delete(path, tags=["Responses"])
+    async def delete(response_id: str) -> Response:
+        """Forget a stored response."""
+        return delete_response(context, response_id)
+
+    @app.get(f"{path}/input_items", tags=["Responses"])
+    async def input_items(response_id: str) -> Response:
+        """The items of a stored response's request."""
+        return read_input_items(context, response_id)
 
 
 def _add_tokenizer(app: FastAPI, context: ApiContext) -> None:

@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import errno
 import socket
+import sqlite3
 from collections.abc import Iterator
 
 import structlog
 import uvicorn
 
-from antiphon.configs.schema import DeploymentConfig
+from antiphon.configs.schema import DeploymentConfig, ResponseStoreConfig
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Topology
 from antiphon.router.admission import Admission
@@ -26,6 +27,7 @@ from antiphon.router.formatter import ChatFormatter
 from antiphon.router.lifecycle import EndKind
 from antiphon.router.metrics import RouterMetrics
 from antiphon.router.openai.context import ApiContext
+from antiphon.router.openai.response_store import SqliteResponseStore
 from antiphon.router.served_model import ServedModel
 from antiphon.router.transport_abort import AbortableProtocol
 
@@ -85,7 +87,10 @@ class RouterServer:
         page_size_tokens = self._config.decode.kv_cache.page_size_tokens
         dispatcher = Dispatcher(self._gateway, router, page_size_tokens, metrics)
         admission = Admission(router.max_in_flight_requests, router.max_queued_requests, metrics)
-        self._context = ApiContext(router, self._model, self._formatter, dispatcher, admission, metrics)
+        store = open_store(router.response_store)
+        self._context = ApiContext(
+            router, self._model, self._formatter, dispatcher, admission, metrics, store
+        )
         app = create_app(self._context, lambda: self._draining)
         self._server = _EmbeddedServer(
             uvicorn.Config(
@@ -130,6 +135,7 @@ class RouterServer:
         self._server.should_exit = True
         await self._serving
         await self._gateway.close()
+        self._context.store.close()
         log.info("router_stopped", cut=cut)
 
 
@@ -140,6 +146,18 @@ class _EmbeddedServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals alone."""
         yield
+
+
+def open_store(config: ResponseStoreConfig) -> SqliteResponseStore:
+    """The store of responses.
+
+    Raises:
+        ConfigError: the file cannot be used as one.
+    """
+    try:
+        return SqliteResponseStore(config.path, max_bytes=config.max_bytes, max_age_s=config.max_age_s)
+    except sqlite3.Error as error:
+        raise ConfigError(f"router.response_store.path {config.path}: {error}") from error
 
 
 def bind_socket(host: str, port: int) -> socket.socket:

@@ -33,8 +33,7 @@ def chat_completion(context: ApiContext, body: bytes) -> Response:
     request = parse_body(ChatCompletionRequest, body)
     context.check_model(request.model)
     conversation, dropped = to_conversation(request)
-    for kind in dropped:
-        context.metrics.dropped_tools.labels(kind if kind in KNOWN_HOSTED_TOOLS else "other").inc()
+    count_dropped_tools(context, dropped)
     prompt = render(context, conversation)
     limit = context.model.max_context_tokens
     max_tokens = output_budget(len(prompt.token_ids), request.max_output_tokens(), None, limit, "messages")
@@ -83,6 +82,12 @@ KNOWN_HOSTED_TOOLS = frozenset(
     }
 )
 """Labels of the metric; whatever else a client writes counts as ``other``."""
+
+
+def count_dropped_tools(context: ApiContext, kinds: list[str]) -> None:
+    """Count hosted tools that were left out of a prompt."""
+    for kind in kinds:
+        context.metrics.dropped_tools.labels(kind if kind in KNOWN_HOSTED_TOOLS else "other").inc()
 
 
 def render(context: ApiContext, conversation: Conversation) -> RenderedPrompt:

@@ -10,6 +10,7 @@ from antiphon.router.dispatch.dispatcher import Dispatcher
 from antiphon.router.formatter import ChatFormatter
 from antiphon.router.metrics import RouterMetrics
 from antiphon.router.openai.errors import model_not_found
+from antiphon.router.openai.response_store import ResponseStore
 from antiphon.router.served_model import ServedModel
 
 
@@ -23,6 +24,7 @@ class ApiContext:
     dispatcher: Dispatcher
     admission: Admission
     metrics: RouterMetrics
+    store: ResponseStore
 
     def check_model(self, name: str) -> None:
         """Raise 404 unless this model is served."""

@@ -22,6 +22,7 @@ from antiphon.router.dispatch.generation import (
     GenerationEnded,
     KeepAliveDue,
     OutputChannel,
+    OutputEvent,
     TokensArrived,
 )
 from antiphon.router.lifecycle import EndKind, GenerationState
@@ -94,6 +95,7 @@ class GenerationResponse(Response):
         self._channel = OutputChannel()
         self._received_at = received_at
         self._deadline_at = received_at + (timeout_s or context.config.request_timeout_s)
+        self._opened = False
         self._started = False
         self._generations = [
             Generation(
@@ -155,29 +157,36 @@ class GenerationResponse(Response):
             await self._channel.wait()
             chunks: list[bytes] = []
             while (event := self._channel.take_ready()) is not None:
-                if isinstance(event, KeepAliveDue):
-                    chunks.append(KEEP_ALIVE)
-                elif isinstance(event, TokensArrived):
-                    chunks.append(self._writer.tokens(event))
-                    if not self._writer.wants_more(event.choice):
-                        self._context.dispatcher.abandon(self._generations[event.choice], EndKind.STOP)
-                else:
-                    if (error := error_of(event)) is not None:
-                        self._abandon(event.kind)
-                        await self._fail(error, chunks, send)
-                        return
-                    open_choices -= 1
-                    chunks.append(self._writer.ended(event))
+                if isinstance(event, GenerationEnded) and (error := error_of(event)) is not None:
+                    self._abandon(event.kind)
+                    await self._fail(error, chunks, send)
+                    return
+                if not self._opened:
+                    self._opened = True
+                    chunks.append(self._writer.open())
+                chunks.append(self._bytes_of(event))
+                open_choices -= isinstance(event, GenerationEnded)
             if not open_choices:
                 chunks.append(self._writer.close([g.cached_tokens for g in self._generations]))
             await self._write(b"".join(chunks), send, more=bool(open_choices))
+
+    def _bytes_of(self, event: OutputEvent) -> bytes:
+        match event:
+            case TokensArrived():
+                body = self._writer.tokens(event)
+                if not self._writer.wants_more(event.choice):
+                    self._context.dispatcher.abandon(self._generations[event.choice], EndKind.STOP)
+                return body
+            case GenerationEnded():
+                return self._writer.ended(event)
+            case KeepAliveDue():
+                return KEEP_ALIVE
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         if more and not (body and self._writer.streams):
             return
         if not self._started:
             await self._start(send)
-            body = self._writer.open() + body
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _start(self, send: Send) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pydantic import JsonValue
+
 from antiphon.protocol.messages import TokenLogprobs
 
-JsonLogprob = dict[str, object]
+JsonLogprob = dict[str, JsonValue]
 TokenBytes = Callable[[int], bytes]
 
 

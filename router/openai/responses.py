@@ -1,0 +1,173 @@
+"""``/v1/responses``: create, read and delete responses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+
+import orjson
+from pydantic import JsonValue
+from starlette.responses import Response
+
+from antiphon.router.conversation import Conversation, ResponseFormatKind, ToolChoiceMode
+from antiphon.router.harmony.responses_input import ResponsesPrompt, responses_conversation
+from antiphon.router.openai.chat import count_dropped_tools, render
+from antiphon.router.openai.chat_answer import ChatAnswer
+from antiphon.router.openai.chat_writer import ChatChoices
+from antiphon.router.openai.context import ApiContext
+from antiphon.router.openai.errors import invalid, unsupported
+from antiphon.router.openai.generation_response import GenerationResponse
+from antiphon.router.openai.request_fields import parse_body, refuse_unsupported
+from antiphon.router.openai.response_store import JsonObject, StoredResponse
+from antiphon.router.openai.responses_document import ResponseFacts
+from antiphon.router.openai.responses_history import ResolvedInput, resolve_input, stored_response
+from antiphon.router.openai.responses_output import ResponseOutput
+from antiphon.router.openai.responses_schema import (
+    ENCRYPTED_REASONING,
+    HARMLESS_VALUES,
+    OUTPUT_LOGPROBS,
+    UNSUPPORTED_FIELDS,
+    ResponsesRequest,
+)
+from antiphon.router.openai.responses_writer import Keep, ResponseWriter
+from antiphon.router.openai.sampling import output_budget, sampling_params
+
+
+def create_response(context: ApiContext, body: bytes) -> Response:
+    """Read a request and prepare its answer.
+
+    Raises:
+        ApiError: the request cannot be served as it is.
+    """
+    received_at = asyncio.get_running_loop().time()
+    request = parse_body(ResponsesRequest, body)
+    context.check_model(request.model)
+    _check(request)
+    resolved = resolve_input(request, context.store)
+    conversation = _conversation(context, request, resolved)
+    prompt = render(context, conversation)
+    limit = context.model.max_context_tokens
+    max_tokens = output_budget(len(prompt.token_ids), request.max_output_tokens, None, limit, "input")
+    sampling = sampling_params(
+        request,
+        max_tokens=max_tokens,
+        stop_token_ids=prompt.stop_token_ids,
+        top_logprobs=_top_logprobs(request),
+        vocabulary_size=context.formatter.vocabulary_size,
+    )
+    answer = ChatAnswer(
+        context.formatter.parser(prompt), request.stop_strings(), context.formatter.token_bytes
+    )
+    choices = ChatChoices([answer], len(prompt.token_ids), context.metrics, include_reasoning=True)
+    response_id = f"resp_{uuid.uuid4().hex}"
+    facts = ResponseFacts(response_id, int(time.time()), context.model.name, request, conversation)
+    writer = ResponseWriter(
+        facts,
+        choices,
+        ResponseOutput(with_capsule=ENCRYPTED_REASONING in (request.include or ())),
+        _keeper(context, request, resolved),
+        streams=bool(request.stream),
+    )
+    return GenerationResponse(
+        context,
+        writer,
+        response_id,
+        [(prompt.token_ids, sampling[0])],
+        received_at=received_at,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
+        timeout_s=request.timeout_s,
+    )
+
+
+def read_response(context: ApiContext, response_id: str) -> Response:
+    """A stored response.
+
+    Raises:
+        ApiError: 404 when it is not stored (any more).
+    """
+    return _json(stored_response(context.store, response_id, "response_id").response)
+
+
+def read_input_items(context: ApiContext, response_id: str) -> Response:
+    """The items of a stored response's own request, in order.
+
+    Raises:
+        ApiError: 404 when it is not stored (any more).
+    """
+    items: list[JsonValue] = []
+    for i, item in enumerate(stored_response(context.store, response_id, "response_id").input_items):
+        items.append({"id": f"item_{response_id}_{i}", **item})
+    ids = [item["id"] for item in items if isinstance(item, dict)]
+    return _json(
+        {
+            "object": "list",
+            "data": items,
+            "first_id": ids[0] if ids else None,
+            "last_id": ids[-1] if ids else None,
+            "has_more": False,
+        }
+    )
+
+
+def delete_response(context: ApiContext, response_id: str) -> Response:
+    """Forget a stored response.
+
+    Raises:
+        ApiError: 404 when it is not stored (any more).
+    """
+    stored_response(context.store, response_id, "response_id")
+    context.store.delete(response_id)
+    return _json({"id": response_id, "object": "response", "deleted": True})
+
+
+def _check(request: ResponsesRequest) -> None:
+    refuse_unsupported(((name, getattr(request, name)) for name in UNSUPPORTED_FIELDS), HARMLESS_VALUES)
+    if request.n not in (None, 1):
+        raise unsupported("n", "a response has one output.")
+    if request.stream_options is not None and not request.stream:
+        raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
+        raise unsupported("text.verbosity", "this model has no such setting.")
+    if isinstance(request.input, list) and not request.input and request.previous_response_id is None:
+        raise invalid("'input' must hold at least one item.", "input")
+
+
+def _conversation(context: ApiContext, request: ResponsesRequest, resolved: ResolvedInput) -> Conversation:
+    fields: JsonObject = {
+        "model": request.model,
+        "instructions": request.instructions,
+        "tools": [*request.tools] if request.tools is not None else None,
+        "tool_choice": request.tool_choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "reasoning": {"effort": request.reasoning.effort} if request.reasoning else None,
+        "text": {"format": request.text.format} if request.text else None,
+    }
+    # The request's own items first and alone, so that an error names their place in the request.
+    for items in ([*resolved.own], resolved.items()):
+        prompt = parse_body(ResponsesPrompt, orjson.dumps({**fields, "input": items}))
+        conversation, dropped = responses_conversation(prompt)
+    if conversation.response_format.kind is not ResponseFormatKind.TEXT:
+        raise unsupported("text.format", f"'{conversation.response_format.kind}' cannot be enforced yet.")
+    if conversation.tool_choice.mode is ToolChoiceMode.REQUIRED and not conversation.tools:
+        raise invalid("'tool_choice' requires a call, but there is no function to call.", "tool_choice")
+    count_dropped_tools(context, dropped)
+    return conversation
+
+
+def _top_logprobs(request: ResponsesRequest) -> int | None:
+    wanted = OUTPUT_LOGPROBS in (request.include or ()) or request.top_logprobs
+    return (request.top_logprobs or 0) if wanted else None
+
+
+def _keeper(context: ApiContext, request: ResponsesRequest, resolved: ResolvedInput) -> Keep:
+    def keep(response: JsonObject) -> None:
+        if request.store is not False:
+            context.store.put(StoredResponse(response, resolved.history, resolved.own))
+
+    return keep
+
+
+def _json(document: JsonObject) -> Response:
+    return Response(orjson.dumps(document), media_type="application/json")
