@@ -104,8 +104,9 @@ def _from_hugging_face(fields: _Fields) -> GptOssConfig:
     fields.require("attention_bias", True, default=True)
     fields.require("hidden_act", "silu", default="silu")
     fields.require("swiglu_alpha", SWIGLU_ALPHA, default=SWIGLU_ALPHA)
-    if fields.has("quantization_config"):
-        fields.section("quantization_config").require("quant_method", "mxfp4")
+    if not fields.has("quantization_config"):
+        raise fields.fail("quantization_config", "missing; only checkpoints with MXFP4 experts are supported")
+    fields.section("quantization_config").require("quant_method", "mxfp4")
     layers = fields.integer("num_hidden_layers")
     _check_layer_types(fields, layers)
     rope = fields.section("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")

@@ -131,6 +131,7 @@ def with_rope(key: str, value: object) -> Callable[[Any], None]:
             with_value("quantization_config", {"quant_method": "awq"}),
             "quant_method: 'awq' is not",
         ),
+        (without("quantization_config"), "quantization_config: missing; only checkpoints with MXFP4 experts"),
         (without("num_local_experts"), "num_local_experts: missing"),
         (with_value("hidden_size", "128"), "hidden_size: expected an integer, found '128'"),
         (with_value("hidden_size", True), "hidden_size: expected an integer, found True"),

@@ -171,7 +171,7 @@ def test_surplus_bytes(write_mini: Write) -> None:
         (b"PK\x03\x04" + b"\xff" * 100, "not a safetensors file: header of"),
         (struct.pack("<Q", 16) + b"{" * 16, "header is not JSON"),
         (struct.pack("<Q", 16) + b"[1, 2, 3]       ", "header is not a JSON object"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "git-lfs pointer"),
+        (b"version https://git-lfs.invalid/spec/v1\noid sha256:00\nsize 1\n", "git-lfs pointer"),
     ],
     ids=["zip", "bad-json", "json-list", "lfs"],
 )

@@ -136,7 +136,7 @@ def test_activations_and_routing_are_sane_through_all_layers(like: str, forward:
     assert max(rms) < 20
     assert 2 < logit_std < 4
     assert loads.min() > 0
-    # Tokens that chose at random would spread by 1 / sqrt(mean); what comes on top is the router's preference.
+    # Chance alone spreads by 1 / sqrt(mean); what comes on top is the router's preference.
     relative_variance = (loads.std(1) / loads.mean(1)).square() - 1 / loads.mean(1)
     assert relative_variance.mean() < 0.2**2
     assert relative_variance.max() < 0.35**2
