@@ -62,9 +62,9 @@ async def test_sdk_reads_a_response(deploy):
 REQUIRED_KEYS = {
     "id", "object", "created_at", "completed_at", "status", "incomplete_details", "model",
     "previous_response_id", "instructions", "output", "error", "tools", "tool_choice", "truncation",
-    "parallel_tool_calls", "text", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "usage",
-    "max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata",
-    "safety_identifier", "prompt_cache_key",
+    "parallel_tool_calls", "text", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs",
+    "temperature", "reasoning", "usage", "max_output_tokens", "max_tool_calls", "store",
+    "background", "service_tier", "metadata", "safety_identifier", "prompt_cache_key",
 }  # fmt: skip
 
 
