@@ -73,9 +73,13 @@ def shipped_experts(weight: Tensor) -> Tensor:
 
 
 def shipped(weight: Tensor) -> Tensor:
-    """Any other weight as stored (bfloat16), gradients straight through; float32."""
+    """Any other weight as stored (bfloat16), gradients straight through; float32.
+
+    Rounds to nearest even on the bits, since a compiler may drop a cast to bfloat16 and back.
+    """
     with torch.no_grad():
-        rounded = weight.bfloat16().float()
+        bits = weight.view(torch.int32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
     return weight + (rounded - weight).detach()
 
 

@@ -96,16 +96,26 @@ LossFunction = Callable[[Batch], tuple[Tensor, Tensor]]
 
 
 def loss_function(model: TinyGptOss, settings: Settings) -> LossFunction:
-    """batch -> (cross-entropy over the trained positions, load-balance loss)."""
-    flex = settings.attention == "flex"
+    """batch -> (cross-entropy over the trained positions, load-balance loss).
 
-    def compute(batch: Batch) -> tuple[Tensor, Tensor]:
-        place = placement(settings.config, batch.documents, flex, settings.dtype)
-        hidden, balance = model(batch.inputs, place)
+    Layers are compiled one by one: all of one kind share their code, so it is compiled twice and not eight times.
+    """
+
+    def head(hidden: Tensor, batch: Batch) -> Tensor:
         logits = model.logits(hidden.flatten(0, 1)[batch.positions])
-        return torch.nn.functional.cross_entropy(logits, batch.targets, ignore_index=IGNORED), balance
+        return torch.nn.functional.cross_entropy(logits, batch.targets, ignore_index=IGNORED)
 
-    return torch.compile(compute) if settings.compiled else compute
+    if settings.compiled:
+        head = torch.compile(head, dynamic=False)
+        for block in model.blocks:
+            block.compile(dynamic=False)
+
+    def loss(batch: Batch) -> tuple[Tensor, Tensor]:
+        place = placement(settings.config, batch.documents, settings.attention == "flex", settings.dtype)
+        hidden, balance = model(batch.inputs, place)
+        return head(hidden, batch), balance
+
+    return loss
 
 
 @dataclass(slots=True)
