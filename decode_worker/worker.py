@@ -89,12 +89,14 @@ class DecodeWorker:
         )
         self._greeter: PrefillGreeter | None = None
         self._dispatch: DecodeDispatch | None = None
+        self._started = False
         self._stopped = threading.Event()
 
     # ----------------------------------------------------------------------------------- public, any thread
 
     def start(self, topology: Topology | None = None) -> WorkerAddress:
         """Listen, start the engine's thread, wait for prefill workers and routers to connect."""
+        self._started = True
         self._thread.start()
         self._transfer.start()
         memory = self._transfer.run(self._describe).result()
@@ -133,7 +135,8 @@ class DecodeWorker:
             return
         self._stopped.set()
         self._engine_thread.stop()
-        self._thread.call(self._node.close)
+        if self._started:
+            self._thread.call(self._node.close)
         self._transfer.stop()
         self._thread.stop()
 

@@ -30,6 +30,14 @@ class WriteOutcome:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Something to do with the transport, and what to do instead when there is none any more."""
+
+    run: Callable[[Transport], None]
+    abandon: Callable[[TransferError], None]
+
+
 @dataclass(slots=True)
 class _InFlight:
     write: WriteId
@@ -66,12 +74,14 @@ class TransferThread:
         self._write_timeout_s = write_timeout_s
         self._busy_poll_s = busy_poll_s
         self._idle_poll_s = idle_poll_s
-        self._commands: deque[Callable[[Transport], None]] = deque()
+        self._commands: deque[_Command] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._expecting = 0
         self._in_flight: list[_InFlight] = []
-        self._not_ready: list[Callable[[Transport], None]] = []
+        self._not_ready: list[_Command] = []
+        self._over: TransferError | None = None
+        self._lock = threading.Lock()  # guards commands against the moment at which the thread ends
         self._thread = threading.Thread(target=self._main, name="kv-transfer", daemon=True)
 
     def start(self) -> None:
@@ -79,7 +89,10 @@ class TransferThread:
         self._thread.start()
 
     def run(self, command: Callable[[Transport], T]) -> Future[T]:
-        """Run something that needs the transport; its result or exception is the future's."""
+        """Run something that needs the transport; its result or exception is the future's.
+
+        A TransferError of stage ``transfer`` when the thread has ended or died.
+        """
         future: Future[T] = Future()
 
         def execute(transport: Transport) -> None:
@@ -88,7 +101,7 @@ class TransferThread:
             except Exception as error:
                 future.set_exception(error)
 
-        self._enqueue(execute)
+        self._enqueue(_Command(execute, future.set_exception))
         return future
 
     def write(
@@ -121,9 +134,10 @@ class TransferThread:
             if source_ready is None or source_ready():
                 post(transport)
             else:
-                self._not_ready.append(post_when_ready)
+                self._not_ready.append(command)
 
-        self._enqueue(post_when_ready)
+        command = _Command(post_when_ready, lambda error: on_done(WriteOutcome(error, 0.0)))
+        self._enqueue(command)
 
     def notify(self, peer: str, payload: bytes, on_done: Callable[[WriteOutcome], None]) -> None:
         """Send a notification that belongs to no write."""
@@ -136,7 +150,7 @@ class TransferThread:
                 error = failure
             on_done(WriteOutcome(error, 0.0))
 
-        self._enqueue(send)
+        self._enqueue(_Command(send, lambda error: on_done(WriteOutcome(error, 0.0))))
 
     def expect(self, change: int) -> None:
         """Add to (or take from) the number of things whose notifications are being waited for."""
@@ -153,8 +167,13 @@ class TransferThread:
 
     # --------------------------------------------------------------------------------------- on the thread
 
-    def _enqueue(self, command: Callable[[Transport], None]) -> None:
-        self._commands.append(command)
+    def _enqueue(self, command: _Command) -> None:
+        with self._lock:
+            over = self._over
+            if over is None:
+                self._commands.append(command)
+        if over is not None:
+            command.abandon(over)
         self._wake.set()
 
     def _main(self) -> None:
@@ -167,14 +186,26 @@ class TransferThread:
                 transport.close()
         except BaseException as error:
             _log.exception("the transfer thread died")
+            self._abandon(TransferError("transfer", f"the transfer thread died: {error!r}"))
             self._on_failure(error)
+        else:
+            self._abandon(TransferError("transfer", "the transfer thread was stopped"))
+
+    def _abandon(self, error: TransferError) -> None:
+        """Nobody may wait for ever for a thread that is gone."""
+        with self._lock:
+            self._over = error
+            left = [*self._not_ready, *self._commands]
+            self._commands.clear()
+        for command in left:
+            command.abandon(error)
 
     def _turn(self, transport: Transport) -> None:
         self._wake.clear()
         self._commands.extendleft(reversed(self._not_ready))
         self._not_ready.clear()
         while self._commands:
-            self._commands.popleft()(transport)
+            self._commands.popleft().run(transport)
         for sender, payload in transport.notifications():
             self._on_notification(sender, payload)
         for record in self._in_flight:

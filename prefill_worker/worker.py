@@ -89,12 +89,14 @@ class PrefillWorker:
         )
         self._peers: DecodePeers | None = None
         self._dispatch: PrefillDispatch | None = None
+        self._started = False
         self._stopped = threading.Event()
 
     # ------------------------------------------------------------------------------------- public, any thread
 
     def start(self, topology: Topology | None = None) -> WorkerAddress:
         """Listen, start the engine's thread, connect to the topology's decode workers."""
+        self._started = True
         self._thread.start()
         self._transfer.start()
         memory = self._transfer.run(self._describe).result()
@@ -129,7 +131,8 @@ class PrefillWorker:
             return
         self._stopped.set()
         self._engine_thread.stop()
-        self._thread.call(self._node.close)
+        if self._started:
+            self._thread.call(self._node.close)
         self._transfer.stop()
         self._thread.stop()
 

@@ -30,7 +30,9 @@ class LinkThread:
         self._thread.start()
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run on the loop and return its result; not from the loop itself."""
+        """Run on the loop and return its result; not from the loop itself, and only while it runs."""
+        if not self._thread.is_alive():
+            raise RuntimeError("the thread was not started, or has been stopped")
         if threading.current_thread() is self._thread:
             raise RuntimeError("call would wait for its own thread")
         future: Future[T] = Future()

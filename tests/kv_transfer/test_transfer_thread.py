@@ -1,0 +1,135 @@
+"""The thread that owns a transport: outcomes come exactly once, whatever happens to write or thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
+from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
+from antiphon.kv_transfer.transport import Transport
+from antiphon.protocol.errors import TransferError
+
+
+class Ends:
+    """A sending thread and a receiving thread over one network."""
+
+    def __init__(self, buffer_type: Any, make_copies: Any) -> None:
+        self.network = InProcessNetwork()
+        self.source, self.target = buffer_type(256, fill=9), buffer_type(256)
+        self.heard: list[tuple[str, bytes]] = []
+        self.failures: list[BaseException] = []
+        self.outcomes: list[WriteOutcome] = []
+        self.sender = self._thread("sender", self.source)
+        self.receiver = self._thread("receiver", self.target)
+        metadata = self.receiver.run(lambda transport: transport.metadata()).result(5)
+        self.peer = self.sender.run(lambda transport: transport.connect(metadata)).result(5)
+        self.copies = make_copies(self.source.memory, self.target.memory, (0, 0, 256))
+
+    def _thread(self, name: str, buffer: Any) -> TransferThread:
+        def open_transport() -> Transport:
+            transport = self.network.transport(name)
+            transport.register([buffer.memory])
+            return transport
+
+        thread = TransferThread(
+            open_transport,
+            lambda sender, payload: self.heard.append((sender, payload)),
+            self.failures.append,
+            write_timeout_s=0.2,
+        )
+        thread.start()
+        return thread
+
+    def write(self, notification: bytes, **named: Any) -> None:
+        self.sender.write(self.peer, self.copies, notification, self.outcomes.append, **named)
+
+
+@pytest.fixture
+def ends(buffer_type: Any, make_copies: Any) -> Iterator[Ends]:
+    made = Ends(buffer_type, make_copies)
+    yield made
+    assert made.sender.stop()
+    assert made.receiver.stop()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_write_and_notification(ends: Ends) -> None:
+    ends.write(b"one")
+    until(lambda: len(ends.outcomes) == 1 and ends.heard == [("sender", b"one")])
+    assert ends.outcomes[0].error is None
+    assert (ends.target.bytes == 9).all()
+    ends.sender.notify(ends.peer, b"two", ends.outcomes.append)
+    until(lambda: ends.heard[-1] == ("sender", b"two"))
+
+
+def test_a_write_waits_for_its_source(ends: Ends) -> None:
+    ready = threading.Event()
+    ends.write(b"later", source_ready=ready.is_set)
+    ends.write(b"now")
+    until(lambda: ends.heard == [("sender", b"now")])
+    time.sleep(0.05)
+    assert len(ends.outcomes) == 1
+    ready.set()
+    until(lambda: len(ends.outcomes) == 2)
+
+
+def test_one_failed_post_is_tried_again_and_two_are_a_failure(ends: Ends) -> None:
+    ends.network.inject(Fault.FAIL_POST, 1)
+    ends.write(b"a")
+    until(lambda: len(ends.outcomes) == 1)
+    assert ends.outcomes[0].error is None
+    ends.network.inject(Fault.FAIL_POST, 2)
+    ends.write(b"b")
+    until(lambda: len(ends.outcomes) == 2)
+    assert ends.outcomes[1].error is not None
+    assert ends.outcomes[1].error.stage == "post"
+
+
+def test_a_hanging_write_ends_only_when_it_cannot_land_any_more(ends: Ends) -> None:
+    ends.network.inject(Fault.HOLD)
+    ends.write(b"held")
+    time.sleep(0.5)  # more than its timeout
+    assert ends.outcomes == []
+    ends.network.release_held()
+    until(lambda: len(ends.outcomes) == 1)
+    error = ends.outcomes[0].error
+    assert error is not None
+    assert "no completion within 0.2 s" in str(error)
+
+
+def test_a_dead_thread_leaves_nobody_waiting(ends: Ends) -> None:
+    ends.write(b"waits", source_ready=lambda: False)
+    ends.network.kill("sender")
+    until(lambda: len(ends.failures) == 1)
+    until(lambda: len(ends.outcomes) == 1)
+    assert "the transfer thread died" in str(ends.outcomes[0].error)
+    ends.write(b"late")
+    assert len(ends.outcomes) == 2
+    with pytest.raises(TransferError, match="the transfer thread died"):
+        ends.sender.run(lambda transport: transport.metadata()).result(1)
+
+
+def test_a_transport_that_cannot_be_opened_is_reported() -> None:
+    failures: list[BaseException] = []
+
+    def refuse() -> Transport:
+        raise TransferError("handshake", "no such device")
+
+    thread = TransferThread(refuse, lambda sender, payload: None, failures.append, write_timeout_s=1)
+    future = thread.run(lambda transport: transport.metadata())
+    thread.start()
+    with pytest.raises(TransferError, match="no such device"):
+        future.result(5)
+    assert thread.stop()
+    assert [str(failure) for failure in failures] == ["handshake: no such device"]
