@@ -83,7 +83,7 @@ class LinkNode:
         self._dialers: dict[Peer, Dialer] = {}
         self._dirty: set[Peer] = set()
         self._wake_scheduled = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._started_context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._listening: ListeningSocket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick_handle: asyncio.TimerHandle | None = None
@@ -95,6 +95,7 @@ class LinkNode:
     def start(self) -> None:
         """Begin keeping leases; call on the running loop that the callbacks shall use."""
         self._loop = asyncio.get_running_loop()
+        self._started_context = zmq.Context()
         self._ticked_at = time.monotonic()
         self._schedule_tick()
 
@@ -152,7 +153,14 @@ class LinkNode:
             self._listening.close(FAREWELL_LINGER_MS)
         with self._lock:
             self._conversations.clear()
-        self._context.term()
+        if self._started_context is not None:
+            self._started_context.term()
+
+    @property
+    def _context(self) -> zmq.Context[zmq.Socket[bytes]]:
+        if self._started_context is None:
+            raise RuntimeError("the node was not started")
+        return self._started_context
 
     # ------------------------------------------------------------------------------------ public, any thread
 

@@ -20,19 +20,26 @@ class LinkThread:
     """
 
     def __init__(self, name: str, on_failure: Callable[[BaseException], None]) -> None:
-        self._loop = asyncio.new_event_loop()
         self._on_failure = on_failure
-        self._loop.set_exception_handler(self._unhandled)
+        self._running_loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread and its loop."""
+        self._running_loop = asyncio.new_event_loop()
+        self._running_loop.set_exception_handler(self._unhandled)
         self._thread.start()
+
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        if self._running_loop is None:
+            raise RuntimeError("the thread was not started")
+        return self._running_loop
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run on the loop and return its result; not from the loop itself, and only while it runs."""
         if not self._thread.is_alive():
-            raise RuntimeError("the thread was not started, or has been stopped")
+            raise RuntimeError("the thread does not run")
         if threading.current_thread() is self._thread:
             raise RuntimeError("call would wait for its own thread")
         future: Future[T] = Future()
@@ -67,8 +74,8 @@ class LinkThread:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-        if not self._loop.is_closed():
-            self._loop.close()
+        if self._running_loop is not None and not self._running_loop.is_closed():
+            self._running_loop.close()
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)

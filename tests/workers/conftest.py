@@ -255,6 +255,10 @@ class Pair:
             transport_factory=self.transports,
         )
 
+    @staticmethod
+    def topology(version: int, *workers: WorkerAddress) -> Topology:
+        return Topology(version, workers)
+
     def start(self) -> None:
         self.prefill_address = self.prefill.start()
         self.decode_address = self.decode.start()
@@ -291,6 +295,11 @@ class Pair:
     def stop(self) -> None:
         self.prefill.stop()
         self.decode.stop()
+
+
+@pytest.fixture
+def pair_type() -> type[Pair]:
+    return Pair
 
 
 @pytest.fixture
