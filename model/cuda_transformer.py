@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from antiphon.kernels.moe import build as moe_build
 from antiphon.kernels.moe.decode import MoeWorkspace, moe_add_rms_norm, route_grouped
 from antiphon.kernels.moe.streamed import StreamedExperts
 from antiphon.kernels.reference import ExpertMatrix, PagedSequences
+from antiphon.model.checkpoint.index import open_checkpoint
+from antiphon.model.checkpoint.layout import TensorKind
+from antiphon.model.checkpoint.load import read_parameters
 from antiphon.model.config import GptOssConfig
 from antiphon.model.forward import ForwardBatch, KvLayers
 from antiphon.protocol.errors import CheckpointError
@@ -303,3 +307,17 @@ def _layer_weights(tensors: dict[str, Tensor], layer: int, stream: bool) -> Laye
         down_bias=down_bias,
         streamed=StreamedExperts.from_checkpoint(gate_up, gate_up_bias, down, down_bias) if stream else None,
     )
+
+
+def load_cuda_model(
+    directory: Path, device: torch.device | str = "cuda", with_unembedding: bool = True
+) -> CudaTransformer:
+    """Read a checkpoint of either layout into the fast model.
+
+    Raises:
+        CheckpointError: see ``open_checkpoint`` and ``read_parameters``.
+        KernelLibraryError: the kernels for this model's shape were not built.
+    """
+    index = open_checkpoint(directory)
+    skip = frozenset[TensorKind]() if with_unembedding else frozenset({TensorKind.UNEMBEDDING})
+    return CudaTransformer(index.config, read_parameters(index, skip), device, with_unembedding)
