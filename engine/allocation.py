@@ -11,8 +11,8 @@ positions whose KV must be there, S the page size and W the window:
     sliding  (c - W)/S .. c/S       the sequence, perhaps shared
     sliding  from c/S               the sequence: the chunk or output being computed
 
-A whole page gets its prefix key in ``advance`` (computed here) or ``receive`` (written by a peer). In PINNED
-every hold is of kind PINNED. ``holds`` is the one place that says all this to the account.
+A whole page gets its prefix key in ``advance``. In PINNED every hold is of kind PINNED. ``holds`` is the one
+place that says all this to the account.
 """
 
 from __future__ import annotations
@@ -137,8 +137,7 @@ class SequencePages:
         """A peer wrote every wanted position of a RESERVED sequence."""
         for group, pages in self._reserved(sequence).items():
             self.pool(group).convert(pages, Hold.RESERVED, Hold.USED)
-        sequence.computed_tokens = sequence.kv_target
-        self._publish(sequence)
+        sequence.computed_tokens = sequence.kv_target  # published with the first step, in ``advance``
 
     def pin(self, sequence: Sequence) -> None:
         """A PREFILL_ONLY sequence is computed: its pages stay for the transport."""

@@ -361,3 +361,18 @@ def test_an_admission_leaves_a_page_to_each_running_sequence(kit: Any) -> None:
     said = kit.run(loop)
     assert said.finished["b"].reason is FinishReason.LENGTH
     assert loop.snapshot().preemptions == 0
+
+
+def test_an_id_may_be_used_again_after_its_end(kit: Any) -> None:
+    loop = kit.loop()
+    for _ in range(2):
+        loop.submit(kit.request("x", kit.prompt_of(20)))
+        assert kit.run(loop).finished["x"].reason is FinishReason.LENGTH
+
+
+def test_an_abort_of_an_older_attempt_does_not_free_the_id(kit: Any) -> None:
+    loop = kit.loop()
+    loop.submit(kit.request("x", kit.prompt_of(20), attempt=2))
+    loop.abort("x", 1)
+    with pytest.raises(RequestRejected, match="attempt 2 of it is still running"):
+        loop.submit(kit.request("x", kit.prompt_of(20), attempt=3))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from antiphon.engine.pages import Hold, PagePool
 from antiphon.engine.prefix_cache import PrefixCache, chain_root, page_key, window_first_page
+from antiphon.engine.sequence import Sequence
 
 PAGE, WINDOW = 16, 24
 
@@ -79,3 +82,25 @@ def test_a_cache_that_is_off_finds_nothing() -> None:
 @pytest.mark.parametrize(("position", "first"), [(0, 0), (24, 0), (39, 0), (40, 1), (41, 1), (56, 2)])
 def test_window_first_page(position: int, first: int) -> None:
     assert window_first_page(position, WINDOW, PAGE) == first
+
+
+def test_the_end_of_a_prompt_is_evicted_before_its_beginning(kit: Any) -> None:
+    loop = kit.loop(full_pages=8)
+    loop.submit(kit.request("long", kit.prompt_of(96), max_tokens=1))
+    kit.run(loop)
+    pages = loop._ledger.pages
+    keys = Sequence(kit.request("x", kit.prompt_of(96)), 1, 0.0).page_keys(6, 16)
+    pages.full.allocate(pages.full.available - 4, Hold.USED)
+    assert [pages.full.lookup(key) is not None for key in keys] == [True] * 4 + [False] * 2
+
+
+def test_what_fell_out_of_the_window_is_evicted_before_the_ends_of_prompts(kit: Any) -> None:
+    loop = kit.loop(sliding_pages=8)
+    loop.submit(kit.request("first", kit.prompt_of(65), max_tokens=1))
+    kit.run(loop)
+    # A long prompt leaves ten sliding pages behind; the tail that "first" ended with must outlive them.
+    loop.submit(kit.request("second", kit.prompt_of(200, 1), max_tokens=1))
+    kit.run(loop)
+    loop.submit(kit.request("third", (*kit.prompt_of(65), 1, 2, 3), max_tokens=1))
+    kit.run(loop)
+    assert loop.snapshot().prefix_hit_tokens == 64

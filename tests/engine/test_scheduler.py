@@ -94,8 +94,9 @@ def test_nothing_overtakes_a_head_that_does_not_fit(desk: Callable[..., Desk]) -
 
 def test_the_victim_is_the_last_of_the_least_urgent(desk: Callable[..., Desk]) -> None:
     d = desk(full_pages=8, sliding_pages=32)
-    urgent = d.queue("urgent", 16, priority=-1)
     first, second = d.queue("first", 16), d.queue("second", 16)
+    d.step()
+    urgent = d.queue("urgent", 16, priority=-1)
     while not (preempted := d.step().preempted):
         pass
     assert preempted == [(second, 1)]
@@ -107,12 +108,16 @@ def test_the_victim_is_the_last_of_the_least_urgent(desk: Callable[..., Desk]) -
 
 
 def test_nothing_is_admitted_in_a_step_that_preempted(desk: Callable[..., Desk]) -> None:
-    d = desk(full_pages=4, sliding_pages=32)
-    d.queue("a", 16)
-    d.queue("b", 16)
+    d = desk(full_pages=6, sliding_pages=32)
+    d.queue("a", 30)
+    late = d.queue("late", 30, priority=1)
+    d.step()
+    waiting = d.queue("waiting", 10)
     while not (plan := d.step()).preempted:
-        pass
+        assert waiting.status is SequenceStatus.QUEUED
+    assert plan.preempted == [(late, 1)]
     assert plan.admitted == []
+    assert d.step().admitted == [waiting], "there was room for it, and it is more urgent than the victim"
 
 
 def test_a_sequence_whose_chunks_were_announced_is_never_preempted(desk: Callable[..., Desk]) -> None:
@@ -156,3 +161,24 @@ def test_the_window_is_left_behind_while_decoding(desk: Callable[..., Desk]) -> 
         d.step()
         assert len(a.pages.sliding) <= 3
         assert len(a.pages.full) == -(-a.computed_tokens // 16)
+
+
+def test_a_prefill_waits_for_sliding_pages_that_its_betters_hold(desk: Callable[..., Desk]) -> None:
+    d = desk(sliding_pages=5)
+    better = d.queue("better", 40, priority=-1)
+    d.step()
+    d.step()
+    announced = d.queue("announced", 100, kind=PREFILL)
+    statuses = set()
+    for _ in range(30):
+        d.step()
+        statuses.add(better.status)
+    assert statuses == {SequenceStatus.RUNNING}
+    assert better.attempt == 1
+    assert announced.status is SequenceStatus.PREFILLING
+    d.pages.release(better)
+    better.move(SequenceStatus.FINISHED)
+    d.scheduler.remove(better)
+    for _ in range(4):
+        d.step()
+    assert announced.status is SequenceStatus.PINNED
