@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 import httpx
 
 from antiphon.cluster.process_plan import plan_processes
-from antiphon.cluster.ray_cluster import RayCluster
+from antiphon.cluster.ray_cluster import Interrupted, RayCluster
 from antiphon.cluster.resolution import resolve_deployment
 from antiphon.cluster.supervisor import Supervisor
 from antiphon.configs.schema import DeploymentConfig
@@ -116,6 +116,8 @@ async def serve_until_stopped(
         loop.add_signal_handler(number, on_signal)
     try:
         await running
+    except Interrupted:
+        return
     except asyncio.CancelledError:
         if not stop.is_set():  # somebody other than our own second signal cancelled us
             raise

@@ -1,7 +1,7 @@
 """One log form for every process of a deployment: a JSON object per line on standard error.
 
-Routers and the supervisor log through structlog, workers through the standard library; both end here, with the
-name of the process they come from. Prompts and answers are never logged.
+Routers and the supervisor log through structlog, workers through the standard library; both end here, with
+the name of the process they come from. Prompts and answers are never logged.
 """
 
 from __future__ import annotations

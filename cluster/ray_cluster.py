@@ -14,10 +14,11 @@ import secrets
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -25,6 +26,7 @@ from antiphon.cluster import actors
 from antiphon.cluster.process import ProcessDied, ProcessStatus, StartFailed
 from antiphon.cluster.process_plan import ProcessSpec
 from antiphon.cluster.resolution import ResolvedDeployment
+from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import AntiphonError, ConfigError
 from antiphon.protocol.identity import Role, Topology, WorkerAddress
 
@@ -50,21 +52,36 @@ QUIET_RAY = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Whatever its name says: off means that every server of the cluster listens on loopback only.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-"""Environment of a private cluster: no usage report, no metrics agent's work, plain log lines."""
+"""Environment of a private cluster: loopback only, no usage report, no metrics, plain log lines."""
+
+LOOPBACK_KV = {"UCX_NET_DEVICES": "lo"}
+"""For workers of a private cluster: KV moves over shared memory or loopback, nothing listens elsewhere."""
+
+
+FOLDER_PREFIX = "antiphon-"
+"""Of a private cluster's folder; the supervisor's process id follows."""
+
+
+class Interrupted(AntiphonError):
+    """A signal ended the start before the deployment could take it."""
 
 
 class RayProcess:
     """One life of one process, as a Ray actor."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, on_started: Callable[[WorkerAddress], None]) -> None:
         self._actor = actor
+        self._on_started = on_started
         # Pending for as long as the actor lives: Ray fails it the moment the process is gone.
         self._death = asyncio.ensure_future(self._await_death())
 
     async def start(self, topology: Topology) -> WorkerAddress:
         """See ProcessHandle."""
         address: WorkerAddress = await self._call("start", topology)
+        self._on_started(address)
         return address
 
     async def set_topology(self, topology: Topology) -> None:
@@ -134,6 +151,7 @@ class RayCluster:
         self._actor_kinds = actor_kinds
         self._specs = tuple(specs)
         self._cluster_token = secrets.token_hex(32)
+        self._router_ports: dict[str, int] = {}
         self._folder: Path | None = None
         self._saved_environment: dict[str, str | None] = {}
         self._group: Any = None
@@ -177,16 +195,30 @@ class RayCluster:
             "num_gpus": spec.gpus,
             "max_concurrency": ACTOR_CONCURRENCY,
             "max_restarts": 0,  # the supervisor restarts: a new life needs a new epoch and a backoff
-            "runtime_env": {"env_vars": _thread_limits(spec.threads)},
+            "runtime_env": {"env_vars": self._process_environment(spec)},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=self._specs.index(spec)
             ),
         }
-        arguments: list[object] = [spec.worker_id, self._config.model_dump_json(), self._cluster_token]
+        config = self._config_of(spec)
+        arguments: list[object] = [spec.worker_id, config.model_dump_json(), self._cluster_token]
         if spec.role is Role.ROUTER:
             arguments.append(self._served_model)
         actor = ray.remote(self._actor_kinds[spec.role]).options(**options).remote(*arguments)
-        return RayProcess(actor)
+        return RayProcess(actor, self._remember_port)
+
+    def _config_of(self, spec: ProcessSpec) -> DeploymentConfig:
+        """A router that was given any free port keeps that port over its lives: clients know it by now."""
+        port = self._router_ports.get(spec.worker_id)
+        if port is None:
+            return self._config
+        return self._config.model_copy(
+            update={"router": self._config.router.model_copy(update={"port": port})}
+        )
+
+    def _remember_port(self, address: WorkerAddress) -> None:
+        if address.role is Role.ROUTER:
+            self._router_ports[address.worker_id] = urlsplit(address.endpoint).port or 0
 
     def close(self) -> None:
         """Leave the cluster; a private one ends and its folder goes. Harmless when repeated."""
@@ -208,11 +240,20 @@ class RayCluster:
                 os.environ[name] = value
         self._saved_environment = {}
 
+    def _process_environment(self, spec: ProcessSpec) -> dict[str, str]:
+        threads = str(spec.threads)
+        variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        if self._config.ray.address is None:
+            variables |= {k: v for k, v in LOOPBACK_KV.items() if k not in os.environ}
+        return variables
+
     def _connect(self) -> None:
         # Ray puts its own handlers in place, which exit at once; the ones we had drain first.
         saved = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._initialise()
+        except SystemExit as error:
+            raise Interrupted("stopped by a signal while Ray was starting") from error
         finally:
             for number, handler in saved.items():
                 signal.signal(number, handler)
@@ -231,7 +272,8 @@ class RayCluster:
         self._set_environment({**QUIET_RAY, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _ray_token()})
         import ray
 
-        self._folder = Path(tempfile.mkdtemp(prefix="antiphon-"))
+        _remove_abandoned_folders()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
         ray.init(
             namespace="antiphon",
             num_cpus=sum(spec.cpus for spec in self._specs),
@@ -240,7 +282,6 @@ class RayCluster:
             include_dashboard=False,
             log_to_driver=True,
             logging_level="ERROR",
-            _node_ip_address="127.0.0.1",
             _temp_dir=str(self._folder),
         )
 
@@ -263,10 +304,6 @@ class RayCluster:
             os.environ[name] = value
 
 
-def _thread_limits(threads: int) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-
-
 @functools.cache
 def _ray_token() -> str:
     """This process's token: Ray's core reads the environment once, so a later cluster must ask for it too."""
@@ -282,3 +319,11 @@ def _kill_processes_naming(folder: Path) -> None:
         with contextlib.suppress(OSError):  # it ended meanwhile, or is somebody else's
             if needle in (entry / "cmdline").read_bytes():
                 os.kill(int(entry.name), signal.SIGKILL)
+
+
+def _remove_abandoned_folders() -> None:
+    """Remove what supervisors left that were killed before they could clean up."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}[0-9]*-*"):
+        owner = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,252 @@
+"""The ``antiphon`` command: errors of one line, a service that Ctrl-C ends without a trace."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from antiphon.configs.schema import DeploymentConfig
+
+pytestmark = pytest.mark.e2e
+
+ANTIPHON = [sys.executable, "-m", "antiphon.cluster.cli"]
+READY = re.compile(r"Ready in [\d.]+ s: gpt-oss-tiny at (http://[\d.]+:\d+)/v1")
+
+
+@pytest.fixture
+def private_home() -> Iterator[Path]:
+    """A short-named home and temporary folder: whatever is left in it was left by the command."""
+    folder = Path(tempfile.mkdtemp(prefix="ap", dir="/tmp"))
+    (folder / "home").mkdir()
+    (folder / "tmp").mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def config_file(local_deployment: DeploymentConfig, tmp_path: Path) -> Path:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(yaml.safe_dump(local_deployment.model_dump(mode="json")))
+    return path
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*ANTIPHON, *arguments], input=stdin, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def assert_one_line_error(result: subprocess.CompletedProcess[str], *says: str) -> None:
+    assert result.returncode == 1
+    lines = [line for line in result.stderr.splitlines() if line.startswith("antiphon: ")]
+    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    for text in says:
+        assert text in lines[0]
+
+
+def change(config_file: Path, dotted: str, value: object) -> Path:
+    tree = yaml.safe_load(config_file.read_text())
+    *parents, leaf = dotted.split(".")
+    node = tree
+    for key in parents:
+        node = node[key]
+    node[leaf] = value
+    config_file.write_text(yaml.safe_dump(tree))
+    return config_file
+
+
+def test_unknown_key_is_named(config_file: Path) -> None:
+    change(config_file, "decode.max_batch", 4)
+    for command in (("serve", "--config"), ("config", "check"), ("config", "show")):
+        assert_one_line_error(
+            run(*command, str(config_file)), str(config_file), "decode.max_batch", "unknown key"
+        )
+
+
+def test_unusable_layout_is_named(config_file: Path) -> None:
+    change(config_file, "decode.tensor_parallel", 4)
+    assert_one_line_error(run("config", "check", str(config_file)), "decode.tensor_parallel", "4")
+
+
+def test_missing_model_is_named(config_file: Path, tmp_path: Path) -> None:
+    change(config_file, "model.path", str(tmp_path / "nowhere"))
+    assert_one_line_error(run("serve", "--config", str(config_file)), "nowhere", "no such folder")
+
+
+def test_truncated_checkpoint_is_named(config_file: Path, checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    os.truncate(broken / "model.safetensors", 40_000_000)
+    says = ("model.safetensors", "truncated")
+    assert_one_line_error(run("serve", str(broken), "--config", str(config_file)), *says)
+    assert_one_line_error(run("checkpoint", "inspect", str(broken)), *says)
+
+
+def test_port_in_use_is_named(config_file: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run("serve", "--config", str(config_file), "--port", str(port))
+    assert_one_line_error(result, "router.port", str(port), "in use")
+
+
+def test_context_beyond_the_cache_is_named(config_file: Path) -> None:
+    change(config_file, "model.max_context_tokens", 12_000)
+    assert_one_line_error(
+        run("serve", "--config", str(config_file)), "model.max_context_tokens", "12000", "full_pages"
+    )
+
+
+def test_chat_without_a_server_is_one_line() -> None:
+    assert_one_line_error(run("chat", "hi", "--url", "http://127.0.0.1:9"), "http://127.0.0.1:9")
+
+
+def test_harmony_round_trip() -> None:
+    request = '{"messages": [{"role": "user", "content": "hi"}]}'
+    rendered = run("harmony", "render", "--date", "2025-01-01", stdin=request)
+    assert rendered.returncode == 0
+    assert rendered.stdout.endswith("<|start|>user<|message|>hi<|end|><|start|>assistant\n")
+    parsed = run("harmony", "parse", stdin="<|channel|>final<|message|>ok<|return|>")
+    assert yaml.safe_load(parsed.stdout)["message"]["content"] == "ok"
+    assert_one_line_error(run("harmony", "render", stdin="{"), "not JSON")
+
+
+def test_synthesized_checkpoint_can_be_inspected(tmp_path: Path) -> None:
+    made = run("checkpoint", "synthesize", "--like", "tiny", "--seed", "3", str(tmp_path / "made"))
+    assert made.returncode == 0, made.stderr
+    seen = run("checkpoint", "inspect", str(tmp_path / "made"))
+    assert seen.returncode == 0
+    assert "MXFP4" in seen.stdout
+    assert_one_line_error(
+        run("checkpoint", "synthesize", "--like", "gpt-oss-1t", str(tmp_path / "no")), "gpt-oss-1t"
+    )
+
+
+class Service:
+    """``antiphon serve`` in a session of its own, as a terminal would run it."""
+
+    def __init__(self, config_file: Path, home: Path) -> None:
+        environment = {**os.environ, "HOME": str(home / "home"), "TMPDIR": str(home / "tmp")}
+        self.process = subprocess.Popen(
+            [*ANTIPHON, "serve", "--config", str(config_file)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def wait_ready(self) -> str:
+        """The URL that it prints; fails when it ends instead."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if found := READY.search(line):
+                return found.group(1)
+        raise AssertionError(f"it ended: {self.process.stderr and self.process.stderr.read()}")
+
+    def family(self) -> list[psutil.Process]:
+        """It and everything that it started."""
+        me = psutil.Process(self.process.pid)
+        return [me, *me.children(recursive=True)]
+
+    def close(self) -> None:
+        """Whatever a failed test left."""
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == self.process.pid:
+                    process.kill()
+            except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+                continue
+        self.process.wait()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+@pytest.fixture
+def service(config_file: Path, private_home: Path) -> Iterator[Service]:
+    running = Service(config_file, private_home)
+    yield running
+    running.close()
+
+
+def shared_memory_of(processes: list[psutil.Process]) -> set[str]:
+    """Files of /dev/shm that processes have mapped."""
+    found = set()
+    for process in processes:
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        found |= {line.split()[5] for line in maps.splitlines() if " /dev/shm/" in line}
+    return found
+
+
+def assert_nothing_left(family: list[psutil.Process], shared: set[str], home: Path) -> None:
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive, [" ".join(p.cmdline()) for p in alive]
+    assert not [path for path in shared if Path(path).exists()]
+    assert not [path for path in (home / "tmp").iterdir() if path.name.startswith(("antiphon", "ray"))]
+    assert not (home / "home" / ".ray").exists()
+
+
+def test_ctrl_c_leaves_nothing_behind(service: Service, private_home: Path) -> None:
+    url = service.wait_ready()
+    answer = run("chat", "Hello!", "--url", url, "--max-tokens", "8", "--temperature", "0")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.strip()
+    family = service.family()
+    assert len(family) >= 6
+    shared = shared_memory_of(family)
+    os.killpg(service.process.pid, signal.SIGINT)  # a terminal sends it to all of the foreground
+    assert service.process.wait(timeout=30) == 0
+    assert_nothing_left(family, shared, private_home)
+
+
+def test_sigterm_while_it_starts_leaves_nothing_behind(service: Service, private_home: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not any("raylet" in p.name() for p in service.family()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    family = service.family()
+    service.process.terminate()
+    assert service.process.wait(timeout=60) == 0
+    assert_nothing_left(family, set(), private_home)
+
+
+def test_killing_the_supervisor_ends_all_workers_and_the_next_start_tidies_up(
+    config_file: Path, private_home: Path
+) -> None:
+    first = Service(config_file, private_home)
+    try:
+        first.wait_ready()
+        # Ray's two agents notice by themselves, but report to a dead cluster for a minute before they exit.
+        family = [p for p in first.family() if not p.cmdline()[:1][0].endswith("Agent")]
+        assert len(family) >= 6
+        first.process.kill()
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert not alive, [" ".join(p.cmdline()) for p in alive]
+    finally:
+        first.close()
+    second = Service(config_file, private_home)
+    try:
+        second.wait_ready()
+        family = second.family()
+        second.process.terminate()
+        assert second.process.wait(timeout=30) == 0
+        assert_nothing_left(family, set(), private_home)
+    finally:
+        second.close()

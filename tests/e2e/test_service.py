@@ -1,0 +1,209 @@
+"""A whole deployment as its users meet it: the API, bad input, clients that leave, processes that die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import httpx
+import openai
+import psutil
+import pytest
+import pytest_asyncio
+
+from antiphon.cluster.deployment import Deployment, deploy
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.protocol.identity import Role
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+
+MODEL = "gpt-oss-tiny"
+CONTEXT = 2048
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment(local_deployment: DeploymentConfig) -> AsyncIterator[Deployment]:
+    model = local_deployment.model.model_copy(update={"max_context_tokens": CONTEXT})
+    async with deploy(local_deployment.model_copy(update={"model": model})) as running:
+        await running.wait_ready()
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=deployment.urls[0], timeout=60.0, trust_env=False) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sdk(deployment: Deployment) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{deployment.urls[0]}/v1", api_key="unused", max_retries=0
+    ) as client:
+        yield client
+
+
+def body(text: str = "Hello!", **fields: object) -> dict[str, object]:
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_completion_tokens": 16,
+        **fields,
+    }
+
+
+async def idle(deployment: Deployment) -> None:
+    """Wait until both workers say that they hold no request and no page."""
+    async with asyncio.timeout(20):
+        while True:
+            workers = [m.status for m in deployment.supervisor.members if m.spec.role is not Role.ROUTER]
+            if all(s is not None and s.requests == 0 and s.pages_held == 0 for s in workers):
+                return
+            await asyncio.sleep(0.05)
+
+
+def pid_of(actor: str) -> int:
+    """The process of a role's actor, by the title that Ray gives it."""
+    found = [p.pid for p in psutil.Process().children(recursive=True) if p.cmdline()[:1] == [f"ray::{actor}"]]
+    assert len(found) == 1, f"{actor}: {found}"
+    return found[0]
+
+
+async def test_the_openai_sdk_lists_the_model(sdk: openai.AsyncOpenAI) -> None:
+    models = await sdk.models.list()
+    assert [model.id for model in models.data] == [MODEL]
+
+
+async def test_the_openai_sdk_streams_what_it_also_gets_whole(sdk: openai.AsyncOpenAI) -> None:
+    messages = [{"role": "user", "content": "Tell me of the sea."}]
+    fields = {"model": MODEL, "messages": messages, "temperature": 0, "max_completion_tokens": 40}
+    whole = await sdk.chat.completions.create(**fields)
+    stream = await sdk.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    pieces, reasoning, finish, usage = [], [], None, None
+    async for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            pieces.append(choice.delta.content or "")
+            reasoning.append(getattr(choice.delta, "reasoning", None) or "")
+            finish = choice.finish_reason or finish
+    answer = whole.choices[0]
+    assert "".join(pieces) == (answer.message.content or "")
+    assert "".join(reasoning) == (getattr(answer.message, "reasoning", None) or "")
+    assert "".join(pieces + reasoning)
+    assert finish == answer.finish_reason == "length"
+    assert usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens == 40
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+async def test_health_ready_and_metrics(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/health")).status_code == 200
+    assert (await http.get("/ready")).status_code == 200
+    metrics = (await http.get("/metrics")).text
+    assert 'antiphon_worker_up{model_name="gpt-oss-tiny",' in metrics
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "says"),
+    [
+        (body("word " * (CONTEXT + 10)), 400, "context"),
+        (body(messages=[]), 400, "messages"),
+        (body(model="gpt-5"), 404, "gpt-5"),
+        (b'{"model": "gpt-oss-tiny", "messages": [', 400, "JSON"),
+        (body(n=0), 400, "n"),
+        (body(temperature=9), 400, "temperature"),
+        (body(no_such_field=1), 400, "no_such_field"),
+    ],
+    ids=["too long", "no messages", "unknown model", "malformed", "n", "temperature", "unknown field"],
+)
+async def test_bad_input_is_one_clear_error_and_the_service_goes_on(
+    http: httpx.AsyncClient, content: dict[str, object] | bytes, status: int, says: str
+) -> None:
+    raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+    headers = {"Content-Type": "application/json"}
+    response = await http.post("/v1/chat/completions", content=raw, headers=headers)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert says in error["message"] or says == error["param"]
+    again = await http.post("/v1/chat/completions", json=body(max_completion_tokens=1))
+    assert again.status_code == 200, again.text
+
+
+async def test_clients_that_leave_free_their_pages_on_both_workers(
+    http: httpx.AsyncClient, deployment: Deployment
+) -> None:
+    async def leave_after(lines: int, text: str) -> None:
+        request = body(text, max_completion_tokens=400, stream=True)
+        async with http.stream("POST", "/v1/chat/completions", json=request) as response:
+            assert response.status_code == 200
+            seen = 0
+            async for line in response.aiter_lines():
+                seen += bool(line)
+                if seen >= lines:
+                    return
+
+    await asyncio.gather(*(leave_after(n, f"Story {n}. " + "word " * (60 * n)) for n in range(8)))
+    await idle(deployment)
+
+
+async def test_only_loopback_is_listened_on(deployment: Deployment) -> None:
+    listening = {
+        (process.name(), connection.laddr.ip)
+        for process in psutil.Process().children(recursive=True)
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening
+    assert {ip for _, ip in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, sorted(listening)
+
+
+@pytest.mark.parametrize("actor", ["PrefillActor", "DecodeActor"])
+async def test_a_killed_worker_is_replaced_and_the_answer_goes_on(
+    http: httpx.AsyncClient, deployment: Deployment, actor: str
+) -> None:
+    request = body("Count the waves. " + "wave " * 300, max_completion_tokens=200, seed=7)
+    undisturbed = (await http.post("/v1/chat/completions", json=request)).json()
+    victim = pid_of(actor)
+
+    async def disturbed() -> dict[str, object]:
+        response = await http.post("/v1/chat/completions", json=request, timeout=120.0)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    answers = [asyncio.create_task(disturbed()) for _ in range(3)]
+    await asyncio.sleep(0.3)
+    os.kill(victim, signal.SIGKILL)
+    killed = time.monotonic()
+    for answer in await asyncio.gather(*answers):
+        assert answer["choices"][0]["message"] == undisturbed["choices"][0]["message"]
+        assert answer["choices"][0]["finish_reason"] == undisturbed["choices"][0]["finish_reason"]
+    await deployment.wait_ready()
+    assert pid_of(actor) != victim
+    assert time.monotonic() - killed < 60
+    await idle(deployment)
+
+
+async def test_a_killed_router_comes_back_on_its_port_and_nothing_stays_held(
+    http: httpx.AsyncClient, deployment: Deployment
+) -> None:
+    async def stream_until_cut() -> None:
+        request = body(max_completion_tokens=1000, stream=True)
+        async with http.stream("POST", "/v1/chat/completions", json=request) as response:
+            assert response.status_code == 200
+            os.kill(pid_of("RouterActor"), signal.SIGKILL)
+            async for _ in response.aiter_lines():
+                pass
+
+    with pytest.raises(httpx.TransportError):
+        await stream_until_cut()
+    await deployment.wait_ready()
+    assert deployment.urls == (str(http.base_url).rstrip("/"),)
+    response = await http.post("/v1/chat/completions", json=body())
+    assert response.status_code == 200
+    await idle(deployment)
