@@ -133,6 +133,8 @@ class RouterConfig(Section):
     """A request whose worker died waits this long for another one; a new request does not wait."""
     drain_timeout_s: float = pydantic.Field(60.0, ge=0)
     """A router that stops lets its open requests finish for this long."""
+    api_key_file: str | None = None
+    """File of accepted API keys, one per line, read again when it changes; ANTIPHON_API_KEYS adds more."""
     response_store: ResponseStoreConfig = ResponseStoreConfig()
     """Where stored responses are kept."""
 

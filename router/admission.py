@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import itertools
 import math
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -78,12 +79,11 @@ class Admission:
         """
         weight = min(weight, self._max_in_flight)
         await self._enter(weight, priority, timeout_s)
-        loop = asyncio.get_running_loop()
-        entered = loop.time()
+        entered = time.monotonic()
         try:
             yield
         finally:
-            self._mean_hold_s += 0.1 * (loop.time() - entered - self._mean_hold_s)
+            self._mean_hold_s += 0.1 * (time.monotonic() - entered - self._mean_hold_s)
             self._in_flight -= weight
             self._admit_waiters()
 

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from antiphon.router.api_keys import ApiKeys
 from antiphon.router.http_boundary import (
     HttpBoundary,
     handle_api_error,
@@ -71,9 +72,9 @@ def create_app(context: ApiContext, is_draining: Callable[[], bool]) -> FastAPI:
     return app
 
 
-def wrap_app(app: FastAPI, context: ApiContext) -> HttpBoundary:
+def wrap_app(app: FastAPI, context: ApiContext, keys: ApiKeys) -> HttpBoundary:
     """The application as it is served."""
-    return HttpBoundary(app, context.metrics)
+    return HttpBoundary(app, context.metrics, keys)
 
 
 def _add_generation(app: FastAPI, context: ApiContext) -> None:

@@ -7,17 +7,20 @@ import traceback
 import uuid
 
 import structlog
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from antiphon.router.api_keys import ApiKeys
 from antiphon.router.metrics import RouterMetrics
 from antiphon.router.openai.errors import (
     ApiError,
     body_too_large,
     client_left,
     invalid,
+    invalid_api_key,
     method_not_allowed,
     not_found,
     server_error,
@@ -26,6 +29,8 @@ from antiphon.router.transport_abort import abort_connection
 
 log = structlog.get_logger("antiphon.router.http")
 
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""What probes and scrapers read without a key."""
 _ERROR_TYPE = "antiphon.error_type"
 _CRASHED = server_error("Internal error.")
 
@@ -33,9 +38,10 @@ _CRASHED = server_error("Internal error.")
 class HttpBoundary:
     """ASGI middleware around everything else."""
 
-    def __init__(self, app: ASGIApp, metrics: RouterMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics, keys: ApiKeys) -> None:
         self._app = app
         self._metrics = metrics
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -58,7 +64,10 @@ class HttpBoundary:
 
         with structlog.contextvars.bound_contextvars(http_request_id=request_id):
             try:
-                await self._app(scope, receive, send_with_id)
+                if self._may_enter(scope):
+                    await self._app(scope, receive, send_with_id)
+                else:
+                    await error_response(scope, invalid_api_key())(scope, receive, send_with_id)
             except Exception as error:
                 _log_crash(scope, error)
                 if status is None:
@@ -67,6 +76,9 @@ class HttpBoundary:
                     # Too late for a body: dropping the connection is the only way to say it.
                     await abort_connection(scope)
             self._account(scope, 499 if status is None else status, time.perf_counter() - started)
+
+    def _may_enter(self, scope: Scope) -> bool:
+        return scope["path"] in OPEN_PATHS or self._keys.accepts(Headers(scope=scope).get("authorization"))
 
     def _account(self, scope: Scope, status: int, seconds: float) -> None:
         endpoint = _endpoint(scope)

@@ -46,6 +46,8 @@ class _ModelRegistry(CollectorRegistry):
             metric.samples = [
                 sample._replace(labels={"model_name": self._model_name, **sample.labels})
                 for sample in metric.samples
+                # When a series began is of no use to anyone here, and a series of its own.
+                if not sample.name.endswith("_created")
             ]
             yield metric
 

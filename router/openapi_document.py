@@ -29,6 +29,7 @@ _ERROR = {
 }
 _STATUSES = {
     "400": "The request cannot be served as it is.",
+    "401": "No accepted API key; only where keys are configured.",
     "404": "Unknown model or URL.",
     "405": "Unknown method.",
     "413": "The body is too large.",

@@ -20,6 +20,7 @@ from antiphon.configs.schema import DeploymentConfig, ResponseStoreConfig
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Topology
 from antiphon.router.admission import Admission
+from antiphon.router.api_keys import ApiKeys
 from antiphon.router.app import create_app, wrap_app
 from antiphon.router.dispatch.dispatcher import Dispatcher
 from antiphon.router.dispatch.gateway import WorkerGateway
@@ -78,9 +79,10 @@ class RouterServer:
         """Listen and link.
 
         Raises:
-            ConfigError: the port is in use or may not be used.
+            ConfigError: the port is in use or may not be used; the key file cannot be read.
         """
         router = self._config.router
+        keys = ApiKeys(router.api_key_file)
         listener = bind_socket(router.host, router.port)
         host, port = listener.getsockname()[:2]
         metrics = RouterMetrics(self._model.name)
@@ -94,7 +96,7 @@ class RouterServer:
         app = create_app(self._context, lambda: self._draining)
         self._server = _EmbeddedServer(
             uvicorn.Config(
-                wrap_app(app, self._context),
+                wrap_app(app, self._context, keys),
                 http=AbortableProtocol,
                 ws="none",
                 lifespan="off",

@@ -8,6 +8,7 @@ a gap nor a repeat.
 from __future__ import annotations
 
 import asyncio
+import time
 
 import structlog
 
@@ -53,7 +54,7 @@ class Dispatcher:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self.fleet = Fleet(metrics, page_size_tokens)
-        self._legs = Legs(gateway, self.fleet, metrics, self._loop.time)
+        self._legs = Legs(gateway, self.fleet, metrics)
         self._generations = OpenGenerations(self._legs, self.fleet, metrics)
         self._placer = Placer(self._legs, self._generations, config, metrics)
         self._last_batch: dict[str, int] = {}
@@ -72,7 +73,7 @@ class Dispatcher:
 
     def submit(self, generation: Generation) -> None:
         """Take an admitted generation; whatever happens, its channel gets exactly one end."""
-        generation.timings.queue_s = self._loop.time() - generation.received_at
+        generation.timings.queue_s = time.monotonic() - generation.received_at
         generation.move(GenerationState.PLACING)
         generation.prefix_keys = page_keys(
             generation.prompt_token_ids, self._page_size_tokens, generation.cache_salt
@@ -167,7 +168,7 @@ class Dispatcher:
         reason = "kv_lost" if lost else "preempted"
         log.warning("reserved_anew", request_id=generation.request_id, attempt=attempt, reason=reason)
         if lost:
-            self.fleet.failed(generation.prefill_worker_id, self._loop.time())
+            self.fleet.failed(generation.prefill_worker_id, time.monotonic())
             if not self._placer.count_failure(generation, Role.PREFILL, reason):
                 return False
         else:
@@ -182,7 +183,7 @@ class Dispatcher:
             return
         generation.prefill_worker_id = None
         self.fleet.release(worker_id, generation.request_id)
-        self.fleet.succeeded(worker_id, generation.prefix_keys, self._loop.time())
+        self.fleet.succeeded(worker_id, generation.prefix_keys, time.monotonic())
         if generation.timings.prefill_s is None:
             generation.timings.prefill_queue_s = message.queue_s
             generation.timings.prefill_s = message.compute_s
@@ -201,7 +202,7 @@ class Dispatcher:
         if generation.closing is not None:
             self._generations.end(generation, generation.closing)
             return
-        self.fleet.failed(worker_id, self._loop.time())
+        self.fleet.failed(worker_id, time.monotonic())
         log.warning("prefill_failed", worker=worker_id, stage=message.stage, reason=message.reason)
         self._placer.retry(generation, Role.PREFILL, message.stage)
 
@@ -239,7 +240,7 @@ class Dispatcher:
             return
         if batch.sequence_number == last + 1:
             self._last_batch[worker_id] = batch.sequence_number
-            now = self._loop.time()
+            now = time.monotonic()
             for output in batch.outputs:
                 generation = self._generations.get(output.request_id)
                 if generation is not None and generation.decode_worker_id == worker_id:
@@ -247,7 +248,7 @@ class Dispatcher:
         self._acknowledge(worker_id, self._last_batch[worker_id])
 
     def _on_output(self, generation: Generation, output: TokenOutput, now: float) -> None:
-        if output.attempt != generation.attempt or generation.closing is not None:
+        if not generation.believes(output.attempt) or generation.closing is not None:
             return
         known = len(generation.output_token_ids)
         if output.position > known:
@@ -255,7 +256,8 @@ class Dispatcher:
             return
         fresh = output.token_ids[known - output.position :]
         if fresh:
-            if generation.state is not GenerationState.DECODING:
+            current = output.attempt == generation.attempt
+            if current and generation.state is not GenerationState.DECODING:
                 generation.move(GenerationState.DECODING)
             logprobs = output.logprobs[known - output.position :] if output.logprobs is not None else None
             self._generations.tokens_arrived(generation, len(fresh), now)
@@ -271,7 +273,7 @@ class Dispatcher:
         match finish.reason:
             case FinishReason.STOP | FinishReason.LENGTH:
                 kind = EndKind.STOP if finish.reason is FinishReason.STOP else EndKind.LENGTH
-                generation.take_finish_timings(finish)
+                generation.timings.first_decode_s = finish.first_step_s
                 self.fleet.succeeded(generation.decode_worker_id, generation.prefix_keys, now)
                 if generation.prefill_worker_id is None:
                     self._generations.end(generation, kind)

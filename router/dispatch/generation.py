@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from antiphon.protocol.errors import IllegalTransition
-from antiphon.protocol.messages import Finish, KvTicket, SamplingParams, TokenLogprobs
+from antiphon.protocol.messages import KvTicket, SamplingParams, TokenLogprobs
 from antiphon.router.lifecycle import EndKind, GenerationState, check_move
 
 
@@ -85,7 +85,11 @@ class OutputChannel:
 
 @dataclass(slots=True)
 class Timings:
-    """Durations of the parts of a generation, in seconds; None while a part has not happened."""
+    """Durations of the parts of a generation, in seconds; None while a part has not happened.
+
+    The parts follow each other, so that they add up to the time to first token, less the messages between
+    them: ``transfer_s`` is what of the transfer came after the last computation.
+    """
 
     queue_s: float | None = None
     route_s: float = 0.0
@@ -108,6 +112,9 @@ next attempt can never be taken for the router's, which may be on its way to it 
 @dataclass(slots=True)
 class Generation:
     """State that the dispatcher keeps of one choice.
+
+    Times ending in ``_at`` are readings of ``time.monotonic``; the event loop's own clock is too coarse for
+    latencies of single tokens.
 
     ``attempt`` names the attempt in every message. ``failures`` counts attempts that failed; a preemption is
     none. ``output_token_ids`` are all tokens of all attempts, in order.
@@ -155,6 +162,13 @@ class Generation:
         check_move(self.state, to)
         self.state = to
 
+    def believes(self, attempt: int) -> bool:
+        """Whether tokens of this attempt are part of the answer.
+
+        Those of an attempt that decode went on from by itself are: they are part of what it goes on with.
+        """
+        return attempt <= self.attempt and attempt // ATTEMPT_STRIDE == self.attempt // ATTEMPT_STRIDE
+
     def next_attempt(self) -> None:
         """Begin an attempt that no worker has heard of."""
         self.attempt = (self.attempt // ATTEMPT_STRIDE + 1) * ATTEMPT_STRIDE
@@ -191,8 +205,3 @@ class Generation:
         if kind is EndKind.SLOW_CLIENT and not self.channel.cut.done():
             self.channel.cut.set_result(None)
         return self.end
-
-    def take_finish_timings(self, finish: Finish) -> None:
-        """Keep what the decode worker measured."""
-        self.timings.transfer_s = finish.transfer_s
-        self.timings.first_decode_s = finish.first_step_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from enum import Enum
 
 import structlog
@@ -33,13 +32,10 @@ class Placed(Enum):
 class Legs:
     """Chooses workers for a generation's legs and talks to them. Keeps no state but the fleet's."""
 
-    def __init__(
-        self, gateway: WorkerGateway, fleet: Fleet, metrics: RouterMetrics, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, gateway: WorkerGateway, fleet: Fleet, metrics: RouterMetrics) -> None:
         self._gateway = gateway
         self._fleet = fleet
         self._metrics = metrics
-        self._clock = clock
 
     def place_decode(self, generation: Generation) -> Placed:
         """Choose a decode worker and ask it to reserve pages."""
@@ -47,7 +43,7 @@ class Legs:
         tokens = len(generation.prompt_token_ids) + len(generation.output_token_ids)
         pages = self._fleet.pages_for(tokens + 1)
         while True:
-            now = self._clock()
+            now = time.monotonic()
             keys = generation.prefix_keys
             choice = choose_decode(self._fleet.decode_candidates(keys, generation.refused_by, now), pages)
             if choice is None:
@@ -73,7 +69,7 @@ class Legs:
             raise ValueError(f"{generation.request_id} holds no ticket")
         token_ids = generation.all_token_ids()[: ticket.kv_tokens + 1]
         while True:
-            now = self._clock()
+            now = time.monotonic()
             keys = generation.prefix_keys
             choice = choose_prefill(
                 self._fleet.prefill_candidates(decode_id, keys, generation.refused_by, now), len(token_ids)

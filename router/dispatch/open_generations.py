@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from antiphon.router.dispatch.accounts import Accounts
 from antiphon.router.dispatch.fleet import Fleet
@@ -28,8 +29,12 @@ class OpenGenerations:
     def add(self, generation: Generation) -> None:
         """Register a generation and set its deadline."""
         self._by_id[generation.request_id] = generation
-        generation.deadline_timer = self._loop.call_at(
-            generation.deadline_at, self.abandon, generation, EndKind.DEADLINE, "the deadline has passed"
+        generation.deadline_timer = self._loop.call_later(
+            max(generation.deadline_at - time.monotonic(), 0.0),
+            self.abandon,
+            generation,
+            EndKind.DEADLINE,
+            "the deadline has passed",
         )
 
     def get(self, request_id: str) -> Generation | None:
@@ -72,7 +77,7 @@ class OpenGenerations:
             self._fleet.release(worker_id, generation.request_id)
         stage = generation.state
         generation.finish_with(kind, detail, retry_after_s)
-        self._accounts.ended(generation, kind, stage, self._loop.time())
+        self._accounts.ended(generation, kind, stage, time.monotonic())
 
     def cancel_wait(self, generation: Generation) -> None:
         """Stop the timer of whatever the generation waited for."""

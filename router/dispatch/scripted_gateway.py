@@ -328,7 +328,7 @@ class ScriptedGateway:
         if answer_length is not None:
             whole = position + len(tokens) == answer_length
             reason = FinishReason.STOP if whole else FinishReason.LENGTH
-            finish = Finish(reason, transfer_s=0.003, first_step_s=0.004, decode_s=0.005)
+            finish = Finish(reason, transfer_s=0.103, first_step_s=0.004, decode_s=0.005)
         logprobs = None
         if request.sampling.top_logprobs is not None:
             top = tuple((i, -1.0 - i) for i in range(request.sampling.top_logprobs))

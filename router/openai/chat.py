@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 
@@ -29,7 +28,7 @@ def chat_completion(context: ApiContext, body: bytes) -> Response:
     Raises:
         ApiError: the request cannot be served as it is.
     """
-    received_at = asyncio.get_running_loop().time()
+    received_at = time.monotonic()
     request = parse_body(ChatCompletionRequest, body)
     context.check_model(request.model)
     conversation, dropped = to_conversation(request)

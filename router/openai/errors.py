@@ -70,6 +70,17 @@ def unsupported(param: str, why: str) -> ApiError:
     return ApiError(400, f"'{param}' is not supported: {why}", param=param, code="unsupported_parameter")
 
 
+def invalid_api_key() -> ApiError:
+    """401: no key, or one that is not accepted."""
+    return ApiError(
+        401,
+        "A valid API key is needed: send it as 'Authorization: Bearer KEY'.",
+        type=ErrorType.AUTHENTICATION,
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+    )
+
+
 def model_not_found(name: str) -> ApiError:
     """404: another model is served."""
     return ApiError(404, f"The model '{name}' does not exist here.", param="model", code="model_not_found")

@@ -7,6 +7,7 @@ is known, through the wait for admission, to the last byte.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -216,7 +217,7 @@ class GenerationResponse(Response):
         return KeepAliveTimer(self._channel, interval_s)
 
     def _time_left(self) -> float:
-        return max(self._deadline_at - asyncio.get_running_loop().time(), 0.0)
+        return max(self._deadline_at - time.monotonic(), 0.0)
 
 
 class KeepAliveTimer:

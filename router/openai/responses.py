@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 
@@ -40,7 +39,7 @@ def create_response(context: ApiContext, body: bytes) -> Response:
     Raises:
         ApiError: the request cannot be served as it is.
     """
-    received_at = asyncio.get_running_loop().time()
+    received_at = time.monotonic()
     request = parse_body(ResponsesRequest, body)
     context.check_model(request.model)
     _check(request)

@@ -352,3 +352,19 @@ async def test_deadline_after_the_first_byte_is_an_event(deploy):
     assert "[DONE]" not in response.text
     assert not workers.workers["d0"].requests
     assert await deployment.metric("request_errors_total", error_type="timeout") == 1
+
+
+async def test_last_tokens_before_a_preemption_may_come_after_it(deploy, until):
+    workers = workers_saying()
+    workers.workers["p0"].hold = True
+    deployment = await deploy(workers)
+    answer = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["p0"].held)
+    request = workers.workers["p0"].held[0]
+    whole = byte_answer((CONTENT, TEXT))
+    workers.emit("d0", request.request_id, 0, 0, whole[:5])
+    workers.preempt("d0", request.request_id, 5)
+    workers.emit("d0", request.request_id, 0, 5, whole[5:7])
+    await until(lambda: len(sent(workers, "p0", PrefillRequest)) == 2)
+    workers.go_on("p0")
+    assert content_of(await answer) == TEXT
