@@ -261,6 +261,7 @@ class DecodeDispatch:
             self._node.send(router, outbox.batch(outputs))
         except OutboxFull as error:
             self._counters["outboxes_full"] += 1
+            del self._outboxes[router]
             self._node.disconnect(router, str(error))
 
     # ------------------------------------------------------------------------------------------ KV outcomes

@@ -73,6 +73,8 @@ class _Receive:
     writes: CompletionSet | None = None
     granted_at: float = 0.0
     stopping_since: float = 0.0
+    cancelled_at: float | None = None
+    """When the writer was told to stop."""
 
     def move(self, state: ReceiveState) -> None:
         if state not in _MOVES[self.state]:
@@ -247,6 +249,16 @@ class KvReceiver:
             self._counters["leases_ended_by_death"] += 1
             self._lease_over((lease.request_id, lease.attempt))
 
+    def overdue_writers(self, lease_s: float) -> tuple[Writer, ...]:
+        """Writers that were told to stop longer than ``lease_s`` ago and have not said that they did."""
+        latest = self._clock() - lease_s
+        overdue = set()
+        for key, receive in self._receives.items():
+            lease = self._leases.get(*key)
+            if lease is not None and receive.cancelled_at is not None and receive.cancelled_at < latest:
+                overdue.add(lease.writer)
+        return tuple(sorted(overdue))
+
     # ------------------------------------------------------------------------------------------------- time
 
     def tick(self) -> None:
@@ -296,7 +308,10 @@ class KvReceiver:
 
     def _cancel(self, key: Key) -> None:
         writer = self._leases.cancel(*key)
+        receive = self._receives[key]
         if writer is not None:
+            if receive.cancelled_at is None:
+                receive.cancelled_at = self._clock()
             self._send(self._writer_peers[writer], CancelWrites(*key, self._epoch))
 
     def _lease_over(self, key: Key) -> None:

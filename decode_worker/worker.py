@@ -283,6 +283,10 @@ class DecodeWorker:
             queued_prefill_tokens=snapshot.queued_prefill_tokens,
             kv_peers=ready,
             counters=dict(self._counters + self._node.counters),
+            overdue_writers=tuple(
+                (writer.worker_id, writer.epoch)
+                for writer in dispatch.receiver.overdue_writers(self._config.transfer.lease_s)
+            ),
         )
 
 

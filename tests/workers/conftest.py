@@ -30,6 +30,7 @@ from antiphon.protocol.messages import (
     AbortRequest,
     Finish,
     GenerateRequest,
+    KvTicket,
     LoadReport,
     PrefillFailed,
     PrefillFinished,
@@ -129,12 +130,15 @@ class RouterStandIn:
         self.thread.call(self.node.start)
         self.requests: dict[str, Outcome] = {}
         self.loads: dict[Peer, LoadReport] = {}
+        self.tickets: dict[str, KvTicket] = {}
+        self.prefilling: dict[str, Peer] = {}
         self.last_batch: dict[Peer, int] = {}
         self.acknowledge = True
         self.hold_prefill = False
         self.lost: list[Peer] = []
         self._random = random.Random(seed)
         self._names = itertools.count()
+        self._turn = itertools.count()
         self._epochs: dict[Peer, int] = {}
 
     def connect(self, *addresses: WorkerAddress) -> None:
@@ -142,7 +146,9 @@ class RouterStandIn:
         wait_until(lambda: all(self.node.is_up(peer) for peer in peers), what="links")
 
     def _peer(self, role: Role) -> Peer:
-        return next(peer for peer in self.node.peers() if peer.role is role)
+        """One of the linked peers of a role, in turn."""
+        found = sorted(peer for peer in self.node.peers() if peer.role is role)
+        return found[next(self._turn) % len(found)]
 
     def generate(
         self, prompt: list[int], max_tokens: int = 6, deadline_s: float | None = None, name: str | None = None
@@ -173,6 +179,9 @@ class RouterStandIn:
 
     def on_lost(self, peer: Peer, reason: str) -> None:
         self.lost.append(peer)
+        for request_id, worker in self.prefilling.items():
+            if worker == peer:  # if it was writing, decode refuses the old ticket and reserves again
+                self.thread.later(0.05, self._prefill, request_id, self.tickets[request_id].attempt)
 
     def on_message(self, peer: Peer, message: object) -> None:
         if isinstance(message, LoadReport):
@@ -183,22 +192,42 @@ class RouterStandIn:
             self._on_tokens(peer, message)
         elif isinstance(message, PrefillFinished):
             self.requests[message.request_id].prefilled += 1
+            self.prefilling.pop(message.request_id, None)
         elif isinstance(message, PrefillFailed):
-            self.requests[message.request_id].prefill_failures.append(message)
+            self._on_prefill_failed(message)
         elif isinstance(message, RequestRefused):
             self.requests[message.request_id].refused = message
         else:
             raise AssertionError(f"unexpected {message}")
+
+    def _on_prefill_failed(self, message: PrefillFailed) -> None:
+        """Before any permission to write, the ticket is as good as new; after it, decode reserves again."""
+        outcome = self.requests[message.request_id]
+        outcome.prefill_failures.append(message)
+        ticket = self.tickets.get(message.request_id)
+        unused = message.stage in ("handshake", "reserve")
+        if unused and ticket is not None and ticket.attempt == message.attempt:
+            self.thread.later(0.05, self._prefill, message.request_id, message.attempt)
 
     def _on_reserved(self, message: Reserved) -> None:
         outcome = self.requests[message.request_id]
         outcome.attempts.append(message.attempt)
         if message.ticket is None or self.hold_prefill:
             return
+        self.tickets[message.request_id] = message.ticket
+        self._prefill(message.request_id, message.attempt)
+
+    def _prefill(self, request_id: str, attempt: int) -> None:
+        outcome, ticket = self.requests[request_id], self.tickets[request_id]
+        up = any(peer.role is Role.PREFILL for peer in self.node.peers())
+        if outcome.ended or ticket.attempt != attempt or self.hold_prefill or not up:
+            return
         tokens = outcome.prompt + outcome.tokens
-        assert message.ticket.kv_tokens == len(tokens) - 1
-        request = PrefillRequest(message.request_id, message.attempt, tokens, message.ticket)
-        assert self.node.send(self._peer(Role.PREFILL), request)
+        assert ticket.kv_tokens == len(tokens) - 1
+        request = PrefillRequest(request_id, attempt, tokens, ticket)
+        peer = self._peer(Role.PREFILL)
+        self.prefilling[request_id] = peer
+        assert self.node.send(peer, request)
 
     def _on_tokens(self, peer: Peer, batch: TokenBatch) -> None:
         assert batch.epoch == peer.epoch

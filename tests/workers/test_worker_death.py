@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,6 @@ def test_death_is_not_inferred_from_silence_and_ends_the_quarantine(started: Sta
     pair, router = started(network.transport)
     network.inject(Fault.HOLD, count=100)
     name = router.generate(router.random_prompt(60))
-    wait_until = _wait
     wait_until(lambda: network.held > 0)
     old = pair.prefill
     old_agent = f"prefill-0/{pair.prefill_address.epoch:x}/0"
@@ -44,11 +44,40 @@ def test_death_is_not_inferred_from_silence_and_ends_the_quarantine(started: Sta
     pair.wait_idle()
 
 
+def test_one_of_two_prefill_workers_dies_under_load(started: Start) -> None:
+    """Every request goes on with the other worker, without a gap or a repeat."""
+    network = InProcessNetwork(max_delay_polls=10)
+    pair, router = started(network.transport)
+    second = pair._make(type(pair.prefill), "prefill-1", {})
+    second_address = second.start()
+    everybody = (pair.prefill_address, second_address, pair.decode_address)
+    for worker in (pair.decode, pair.prefill, second):
+        worker.set_topology(pair.topology(100, *everybody))
+    wait_until(lambda: set(pair.decode.status().kv_peers) == {"prefill-0", "prefill-1"})
+    wait_until(lambda: second.status().ready)
+    router.connect(second_address)
+    names = [router.generate(router.random_prompt(40 + 9 * i), max_tokens=8) for i in range(12)]
+    wait_until(lambda: any(router.requests[name].prefilled for name in names))
+    network.kill(f"prefill-0/{pair.prefill_address.epoch:x}/0")
+    pair.prefill.stop()
+    survivors = pair.topology(101, second_address, pair.decode_address)
+    pair.decode.set_topology(survivors)
+    second.set_topology(survivors)
+    try:
+        router.wait(*names, seconds=30)
+        for name in names:
+            assert router.requests[name].tokens == router.requests[name].expected(), name
+        wait_until(lambda: pair.decode.status().pages_held == 0 and second.status().pages_held == 0)
+        assert pair.decode.status().kv_peers == ("prefill-1",)
+    finally:
+        second.stop()
+
+
 def test_stale_epochs_are_dropped_and_counted(started: Start) -> None:
     pair, router = started(InProcessNetwork().transport)
     router.hold_prefill = True
     name = router.generate(router.random_prompt(60))
-    _wait(lambda: router.requests[name].attempts == [1])
+    wait_until(lambda: router.requests[name].attempts == [1])
     dispatch, node = pair.decode._dispatch, pair.prefill._node
     prefill, decode = node.me, pair.decode._node.me
     key = WriteKey(0, 0, 0)
@@ -60,7 +89,7 @@ def test_stale_epochs_are_dropped_and_counted(started: Start) -> None:
     node.send(decode, AnnounceWrites(name, 1, prefill.worker_id, prefill.epoch, decode.epoch + 2, [key]))
     node.send(decode, AnnounceWrites(name, 1, prefill.worker_id, prefill.epoch + 2, decode.epoch, [key]))
     node.send(decode, WritesDrained(name, 1, prefill.epoch, decode.epoch + 2))
-    _wait(lambda: stale() == before + 3)
+    wait_until(lambda: stale() == before + 3)
     agent = f"{prefill.worker_id}/{prefill.epoch:x}/0"
     for payload in (
         WriteDone(name, 1, prefill.epoch, decode.epoch + 2, key),
@@ -81,7 +110,7 @@ def test_only_one_writer_is_granted(started: Start) -> None:
     pair, router = started(InProcessNetwork().transport)
     router.hold_prefill = True
     name = router.generate(router.random_prompt(60))
-    _wait(lambda: router.requests[name].attempts == [1])
+    wait_until(lambda: router.requests[name].attempts == [1])
     receiver, me = pair.decode._dispatch.receiver, pair.decode._node.me
     sent: list[object] = []
     receiver._send = lambda peer, message: sent.append((peer.worker_id, type(message).__name__)) or True
@@ -98,9 +127,7 @@ def test_only_one_writer_is_granted(started: Start) -> None:
     pair.wait_idle()
 
 
-def _wait(condition: Callable[[], bool]) -> None:
-    import time
-
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 15
     while not condition():
         assert time.monotonic() < deadline
