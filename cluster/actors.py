@@ -62,7 +62,13 @@ class WorkerActor:
             return ProcessStatus(self._worker_id, False, "loading the model", None, 0, 0)
         seen = self._worker.status()
         return ProcessStatus(
-            self._worker_id, seen.ready, seen.detail, seen.failed, seen.requests, seen.pages_held
+            worker_id=self._worker_id,
+            ready=seen.ready,
+            detail=seen.detail,
+            failed=seen.failed,
+            requests=seen.requests,
+            pages_held=seen.pages_held,
+            overdue_writers=seen.overdue_writers,
         )
 
     async def drain(self, timeout_s: float) -> bool:

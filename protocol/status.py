@@ -32,3 +32,6 @@ class WorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Workers whose handshake and probe succeeded."""
     counters: dict[str, int]
     """Totals since start: stale messages dropped, retries, resends, failures by stage, bytes moved."""
+    overdue_writers: tuple[tuple[str, int], ...] = ()
+    """(worker id, epoch) of peers told to stop writing here longer ago than a lease, which have not said that
+    they did; their pages stay set aside until the supervisor has ended that life."""
