@@ -26,7 +26,7 @@ from antiphon.kv_transfer.transfer_thread import TransferThread
 from antiphon.kv_transfer.transport import Transport, TransportFactory
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Role, Topology, WorkerAddress, new_epoch
-from antiphon.protocol.link import LinkNode, LinkSettings, Peer
+from antiphon.protocol.link import FAREWELL, LinkNode, LinkSettings, Peer
 from antiphon.protocol.link_thread import LinkThread
 from antiphon.protocol.messages import LoadReport, RankMemory
 from antiphon.protocol.status import WorkerStatus
@@ -231,7 +231,8 @@ class DecodeWorker:
 
     def on_lost(self, peer: Peer, reason: str) -> None:
         """See LinkHandler."""
-        _log.warning("link to %s ended: %s", peer, reason)
+        level = logging.INFO if reason.startswith(FAREWELL) else logging.WARNING
+        _log.log(level, "link to %s ended: %s", peer, reason)
         self._running_dispatch().on_lost(peer)
 
     def _begin_drain(self) -> None:

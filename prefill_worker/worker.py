@@ -25,7 +25,7 @@ from antiphon.prefill_worker.peers import DecodePeers, LocalKv
 from antiphon.prefill_worker.shipper import Shipper, source_fence
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Role, Topology, WorkerAddress, new_epoch
-from antiphon.protocol.link import LinkNode, LinkSettings, Peer
+from antiphon.protocol.link import FAREWELL, LinkNode, LinkSettings, Peer
 from antiphon.protocol.link_thread import LinkThread
 from antiphon.protocol.messages import LoadReport, RankMemory
 from antiphon.protocol.status import WorkerStatus
@@ -232,7 +232,8 @@ class PrefillWorker:
 
     def on_lost(self, peer: Peer, reason: str) -> None:
         """See LinkHandler."""
-        _log.warning("link to %s ended: %s", peer, reason)
+        level = logging.INFO if reason.startswith(FAREWELL) else logging.WARNING
+        _log.log(level, "link to %s ended: %s", peer, reason)
         if self._peers is not None and peer.role is Role.DECODE:
             self._peers.on_lost(peer)
         self._running_dispatch().on_lost(peer, reason)

@@ -34,6 +34,9 @@ from antiphon.protocol.session import Session, SessionOverflow
 
 __all__ = ["LinkHandler", "LinkNode", "LinkSettings", "Peer"]
 
+FAREWELL = "peer said: "
+"""How the reason of ``on_lost`` begins when the peer ended the session in good order."""
+
 _ACKNOWLEDGE_EVERY = 64
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "*", "")
 
@@ -251,7 +254,7 @@ class LinkNode:
         elif frame.kind is FrameKind.MESSAGE:
             self.counters["frames_repeated"] += 1
         elif frame.kind is FrameKind.FAREWELL:
-            self._lose(conversation, f"peer said: {frame.payload.decode(errors='replace')}")
+            self._lose(conversation, f"{FAREWELL}{frame.payload.decode(errors='replace')}")
             return
         if untold >= _ACKNOWLEDGE_EVERY:
             self._heartbeat(conversation)
