@@ -109,8 +109,11 @@ class PrefillDispatch:
         if key in self._jobs:
             self._counters["requests_repeated"] += 1
             return
-        if len(message.token_ids) - 1 != ticket.kv_tokens:
-            reason = f"{len(message.token_ids)} tokens for a ticket of {ticket.kv_tokens} positions"
+        if (ticket.request_id, ticket.attempt) != key or len(message.token_ids) - 1 != ticket.kv_tokens:
+            reason = (
+                f"{len(message.token_ids)} tokens of attempt {message.attempt} with a ticket of "
+                f"{ticket.request_id} attempt {ticket.attempt} for {ticket.kv_tokens} positions"
+            )
             self._node.send(router, PrefillFailed(*key, "reserve", reason))
             return
         found = self._peers.find(ticket.decode_worker_id, ticket.decode_epoch)
@@ -329,7 +332,7 @@ class PrefillDispatch:
                 epochs = self._epoch, job.request.ticket.decode_epoch
                 self._node.send(job.decode, WritesFailed(*job.key, *epochs, stage, reason))
             self._node.send(job.router, PrefillFailed(*job.key, stage, reason))
-        if job.drain_asked:
+        if job.drain_asked or (job.failure is None and job.announced):
             self._tell_drained(job)
 
     def _tell_drained(self, job: PrefillJob) -> None:

@@ -167,6 +167,15 @@ class RouterStandIn:
         for peer in self.node.peers():
             self.node.send(peer, AbortRequest(name, attempt, "test"))
 
+    def abort_at(self, worker_id: str, name: str, attempt: int) -> None:
+        peer = next(peer for peer in self.node.peers() if peer.worker_id == worker_id)
+        self.node.send(peer, AbortRequest(name, attempt, "test"))
+
+    def prefill_with_wrong_attempt(self, name: str) -> None:
+        ticket = self.tickets[name]
+        request = PrefillRequest(name, ticket.attempt + 1, self.requests[name].prompt, ticket)
+        self.node.send(self._peer(Role.PREFILL), request)
+
     def wait(self, *names: str, seconds: float = 20.0) -> None:
         def describe() -> str:
             unfinished = {name: self.requests[name] for name in names if not self.requests[name].ended}
@@ -212,10 +221,11 @@ class RouterStandIn:
     def _on_reserved(self, message: Reserved) -> None:
         outcome = self.requests[message.request_id]
         outcome.attempts.append(message.attempt)
-        if message.ticket is None or self.hold_prefill:
+        if message.ticket is None:
             return
         self.tickets[message.request_id] = message.ticket
-        self._prefill(message.request_id, message.attempt)
+        if not self.hold_prefill:
+            self._prefill(message.request_id, message.attempt)
 
     def _prefill(self, request_id: str, attempt: int) -> None:
         outcome, ticket = self.requests[request_id], self.tickets[request_id]

@@ -188,6 +188,38 @@ def test_abort_in_any_state_frees_everything(started: Start, hold_prefill: bool)
     pair.wait_idle()
 
 
+def test_an_abort_at_prefill_alone_makes_decode_reserve_again(
+    started: Start, make_config: MakeConfig
+) -> None:
+    network = InProcessNetwork()
+    pair, router = started(network.transport, deployment=make_config(completion_timeout_s=30.0))
+    network.inject(Fault.HOLD)
+    name = router.generate(router.random_prompt(40))
+    while network.held == 0:
+        time.sleep(0.001)
+    router.abort_at("prefill-0", name, attempt=1)
+    network.release_held()
+    router.wait(name, seconds=5)  # long before any timeout
+    assert router.requests[name].attempts == [1, 2]
+    assert router.requests[name].tokens == router.requests[name].expected()
+    pair.wait_idle()
+
+
+def test_a_ticket_of_something_else_is_refused(started: Start) -> None:
+    pair, router = started(InProcessNetwork().transport)
+    router.hold_prefill = True
+    name = router.generate(router.random_prompt(40))
+    while not router.requests[name].attempts:
+        time.sleep(0.001)
+    router.prefill_with_wrong_attempt(name)
+    while not router.requests[name].prefill_failures:
+        time.sleep(0.001)
+    assert router.requests[name].prefill_failures[0].stage == "reserve"
+    router.abort(name)
+    router.wait(name)
+    pair.wait_idle()
+
+
 def test_deadline_while_waiting_for_kv(started: Start) -> None:
     network = InProcessNetwork()
     pair, router = started(network.transport)
