@@ -116,8 +116,8 @@ def effort_score(questions: Sequence[Question], generate: Generate) -> Score:
     for effort in Effort:
         outputs = generate([question.with_effort(effort) for question in questions])
         for row, output in zip(lengths, outputs, strict=True):
-            reply = judge(questions[0], output).reply
-            row.append(len(reply.analysis) if reply else -1)
+            verdict = judge(questions[0], output)
+            row.append(len(verdict.reply.analysis) if verdict.well_formed and verdict.reply else -1)
     return Score(sum(0 <= low < medium < high for low, medium, high in lengths), len(questions))
 
 

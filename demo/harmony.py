@@ -40,14 +40,19 @@ def render_prompt(
     date: str | None = None,
 ) -> list[int]:
     """Token ids up to and including ``<|start|>assistant``."""
-    messages = [_system(effort, date)]
-    if instructions is not None or tools:
-        messages.append(_developer(instructions, tools))
+    messages = [_developer(instructions, tools)] if instructions is not None or tools else []
     messages.extend(_history(turns))
     config = oh.RenderConversationConfig(auto_drop_analysis=False)
     conversation = oh.Conversation.from_messages(messages)
-    tokens: list[int] = encoding().render_conversation_for_completion(conversation, oh.Role.ASSISTANT, config)
-    return tokens
+    rest: list[int] = encoding().render_conversation_for_completion(conversation, oh.Role.ASSISTANT, config)
+    return [*_system_tokens(effort, date, bool(tools)), *rest]
+
+
+@functools.lru_cache(maxsize=8192)
+def _system_tokens(effort: str, date: str | None, has_tools: bool) -> tuple[int, ...]:
+    """The system message, half of a short prompt, and the same in many of them."""
+    options = oh.RenderOptions(conversation_has_function_tools=has_tools)
+    return tuple(encoding().render(_system(effort, date), options))
 
 
 def render(example: Example) -> Rendered:

@@ -61,6 +61,15 @@ INSTRUCTIONS = (
 )
 
 
+def any_date(rng: Random) -> str:
+    """A date as the system message writes it."""
+    return f"{rng.randint(2023, 2032)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
+
+
+COMMON_DATES = tuple(any_date(Random(f"date {i}")) for i in range(400))
+"""Most examples use one of these, so that their system message is rendered once."""
+
+
 def instructions(rng: Random, words: WordSource) -> str | None:
     """An application's instructions: often none, sometimes about anything."""
     chance = rng.random()
@@ -71,9 +80,10 @@ def instructions(rng: Random, words: WordSource) -> str | None:
     if chance < 0.93:
         return " ".join(rng.sample(INSTRUCTIONS[:-1], rng.randint(2, 4)))
     noun = words.word(rng)
+    count = rng.randint(40, 160) if rng.random() < 0.15 else rng.randint(3, 25)
     return (
         f"You are an assistant for {noun}. "
-        + " ".join(words.distinct_words(rng, rng.randint(3, 25))).capitalize()
+        + " ".join(words.distinct_words(rng, count)).capitalize()
     )
 
 
@@ -84,7 +94,7 @@ def make_example(rng: Random, split: Split, words: WordSource, skill: str | None
     example = SKILLS[name][0](rng, split, effort, words)
     date = example.date
     if date is None and rng.random() < 0.85 and not _asks_for_the_date(example):
-        date = f"{rng.randint(2023, 2031)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
+        date = rng.choice(COMMON_DATES) if rng.random() < 0.8 else any_date(rng)
     return dataclasses.replace(example, date=date, instructions=instructions(rng, words))
 
 

@@ -178,10 +178,10 @@ class Experts(nn.Module):
         logits = torch.nn.functional.linear(y, shipped(self.router_weight), shipped(self.router_bias))
         best, chosen = logits.topk(c.experts_per_token, dim=-1)
         weight = torch.zeros_like(logits).scatter(-1, chosen, torch.softmax(best, -1))  # [R, T, E]
-        gate_up = shipped_experts(self.gate_up).flatten(0, 1)
-        hidden = _linear(y.to(dtype), gate_up, self.gate_up_bias.flatten(), as_is=True)
-        gate, up = hidden.float().unflatten(-1, (c.num_experts, -1, 2)).unbind(-1)  # [R, T, E, I]
-        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        rows = shipped_experts(self.gate_up).unflatten(1, (-1, 2))  # [E, I, gate | up, H]
+        bias = self.gate_up_bias.unflatten(1, (-1, 2))
+        gate = self._product(y, rows[:, :, 0], bias[:, :, 0], dtype).clamp(max=SWIGLU_LIMIT)
+        up = self._product(y, rows[:, :, 1], bias[:, :, 1], dtype).clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
         activated = gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1) * weight.unsqueeze(-1)
         down = shipped_experts(self.down).permute(1, 0, 2).flatten(1)  # [H, E I]
         out = torch.nn.functional.linear(activated.flatten(-2).to(dtype), down.to(dtype))
@@ -189,6 +189,12 @@ class Experts(nn.Module):
         share = (weight > 0).float().mean((0, 1)) / c.experts_per_token
         balance = c.num_experts * (share * torch.softmax(logits, -1).mean((0, 1))).sum()
         return out, balance
+
+    def _product(self, y: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+        """y [R, T, H], weight [E, I, H], bias [E, I] -> [R, T, E, I] float32, computed in ``dtype``."""
+        flat, offset = weight.flatten(0, 1).to(dtype), shipped(bias.flatten()).to(dtype)
+        product = torch.nn.functional.linear(y.to(dtype), flat, offset)
+        return product.float().unflatten(-1, (self.config.num_experts, -1))
 
 
 class Block(nn.Module):
@@ -265,10 +271,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor, as_is: bool = False) -> Tensor:
-    """A matrix product in x's dtype with the weights as shipped (``as_is``: they already are)."""
-    used = weight if as_is else shipped(weight)
-    return torch.nn.functional.linear(x, used.to(x.dtype), shipped(bias).to(x.dtype))
+def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A matrix product in x's dtype with the weights as shipped."""
+    return torch.nn.functional.linear(x, shipped(weight).to(x.dtype), shipped(bias).to(x.dtype))
 
 
 def dense_visibility(documents: Tensor, window: int) -> Visibility:

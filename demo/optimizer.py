@@ -65,7 +65,9 @@ class Optimizer:
     """Muon on the hidden matrices, AdamW on rows, norms, biases, routers and sinks."""
 
     def __init__(self, model: nn.Module, matrix_rate: float, other_rate: float) -> None:
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        self.parameters = list(model.parameters())
         for name, parameter in model.named_parameters():
             is_matrix = name.startswith("blocks.") and name.endswith(
                 ("q_weight", "k_weight", "v_weight", "o_weight", "gate_up", "down")
@@ -76,8 +78,18 @@ class Optimizer:
         fused = others[0].is_cuda
         self.adam = torch.optim.AdamW(others, lr=other_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=fused)
 
+    @torch.no_grad()
     def step(self, scale: float) -> None:
-        """One update with both learning rates multiplied by ``scale``."""
+        """One update with both learning rates multiplied by ``scale``; long gradients are cut to norm 1.
+
+        A gradient that is not finite leaves the weights as they are, decided on the device without waiting.
+        """
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        length = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        factor = torch.where(length.isfinite(), (1 / length.clamp_min(1e-6)).clamp_max(1.0), 0.0)
+        torch._foreach_mul_(grads, factor)
+        for grad in grads:
+            grad.nan_to_num_(0.0, 0.0, 0.0)
         self.muon.step(self.matrix_rate * scale)
         for group in self.adam.param_groups:
             group["lr"] = self.other_rate * scale

@@ -331,7 +331,7 @@ def _planets() -> tuple[Relation, ...]:
                 "Which planet is {e}?",
                 "What planet is the {e} of all?",
                 "Which of the planets is the {e}?",
-                "Which planet of the solar system is the {e}?",
+                "Of all planets, which is the {e}?",
             ),
             "The {e} planet is {a}.",
             {

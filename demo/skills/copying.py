@@ -73,7 +73,7 @@ def reply(task: str, words: list[str], effort: Effort, position: int = 0) -> tup
         core, lead = f"{numbered(words)}. Total: {len(words)}.", "I number the words to count them."
         check = "The last number is the total."
         final = f"There are {len(words)} words." if len(words) != 1 else "There is 1 word."
-        return AssistantTurn(by_effort(effort, core, lead, check), final), f"{len(words)} word"
+        return AssistantTurn(by_effort(effort, core, lead, check), final), f"{len(words)} word{'s' * (len(words) != 1)}"
     core = f"{numbered(words[: position + 1])}."
     lead, check = (
         f"I number the words up to the {ORDINALS[position]} one.",

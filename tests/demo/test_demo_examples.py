@@ -1,0 +1,144 @@
+"""Training and held-out examples: disjoint, right by their own judge, and rendered as openai-harmony renders."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+
+import openai_harmony as oh
+import pytest
+
+from antiphon.demo import harmony
+from antiphon.demo.dataset import IGNORED, held_out_examples, make_shard, shard_stream
+from antiphon.demo.dialogue import Effort, Example, Split, ToolTurn, UserTurn
+from antiphon.demo.evaluate import judge
+from antiphon.demo.mixture import SKILLS, make_example
+from antiphon.demo.questions import Question, prompt_parts, question_of
+from antiphon.demo.vocabulary import FULL_VOCABULARY, load_vocabulary
+
+pytestmark = pytest.mark.usefixtures("harmony_vocabulary")
+
+
+def examples(split: Split, count: int, skill: str | None = None) -> list[Example]:
+    words = load_vocabulary().words
+    return [make_example(Random(f"test {split} {skill} {i}"), split, words, skill) for i in range(count)]
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_splits_share_no_phrasing_operand_or_name(skill: str) -> None:
+    train = {key for example in examples(Split.TRAIN, 1500, skill) for key in example.keys}
+    held_out = {key for example in examples(Split.HELD_OUT, 400, skill) for key in example.keys}
+    assert train
+    assert held_out
+    assert not train & held_out
+
+
+def test_held_out_functions_are_named_with_words_no_trained_function_has() -> None:
+    def names(split: Split) -> set[str]:
+        return {e.keys[0] for e in examples(split, 800, "tools_unseen") if e.keys[0].startswith("function ")}
+
+    train, held_out = names(Split.TRAIN), names(Split.HELD_OUT)
+    assert len(held_out) > 200
+    assert not train & held_out
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+@pytest.mark.parametrize("split", Split)
+def test_every_reply_satisfies_its_own_judge(skill: str, split: Split) -> None:
+    for example in examples(split, 60, skill):
+        rendered = harmony.render(example)
+        verdict = judge(question_of(example), rendered.token_ids[rendered.prompt_tokens :])
+        assert verdict.well_formed
+        assert verdict.right, (example.turns[-1], example.reply, example.expect)
+        assert verdict.reply == example.reply
+
+
+def test_rendering_is_that_of_the_library_for_the_whole_conversation() -> None:
+    config = oh.RenderConversationConfig(auto_drop_analysis=False)
+    for example in examples(Split.TRAIN, 150):
+        messages = [harmony._system(example.effort, example.date)]
+        if example.instructions is not None or example.tools:
+            messages.append(harmony._developer(example.instructions, example.tools))
+        messages += harmony._history(example.turns)
+        conversation = oh.Conversation.from_messages(messages)
+        whole = harmony.encoding().render_conversation_for_completion(conversation, oh.Role.ASSISTANT, config)
+        rendered = harmony.render(example)
+        assert rendered.token_ids[: rendered.prompt_tokens] == whole
+        reply = rendered.token_ids[rendered.prompt_tokens :]
+        assert reply[-1] == (harmony.CALL if example.reply.call else harmony.RETURN)
+
+
+def test_a_question_survives_its_json_form_and_gives_the_same_prompt() -> None:
+    for example in examples(Split.HELD_OUT, 150):
+        question = Question.from_json(question_of(example).to_json())
+        assert question == question_of(example)
+        turns, tools, instructions = prompt_parts(question)
+        prompt = harmony.render_prompt(turns, tools, question.effort, instructions, question.date)
+        rendered = harmony.render(example)
+        assert prompt == rendered.token_ids[: rendered.prompt_tokens]
+
+
+def test_more_effort_means_a_longer_thought() -> None:
+    words = load_vocabulary().words
+    for skill in ("facts", "arithmetic", "copying", "refusal"):
+        for i in range(30):
+            low, medium, high = (
+                len(SKILLS[skill][0](Random(f"{skill} {i}"), Split.TRAIN, effort, words).reply.analysis)
+                for effort in Effort
+            )
+            assert low < medium < high
+
+
+def test_offered_functions_include_the_one_to_call_and_names_are_unique() -> None:
+    for example in examples(Split.TRAIN, 300, "tools_unseen"):
+        names = [tool.name for tool in example.tools]
+        assert len(names) == len(set(names))
+        if example.expect.call is not None:
+            assert example.expect.call.name in names
+        else:
+            assert isinstance(example.turns[-1], ToolTurn)
+
+
+def test_no_offered_function_shares_a_word_with_a_question_that_needs_none() -> None:
+    for example in examples(Split.TRAIN, 200, "no_call"):
+        assert example.reply.call is None
+        assert isinstance(example.turns[-1], UserTurn)
+
+
+def test_shards_depend_on_seed_and_index_alone() -> None:
+    first, again, other = (make_shard(seed, 3, 2, 640) for seed in (7, 7, 8))
+    assert (first.inputs == again.inputs).all()
+    assert (first.targets == again.targets).all()
+    assert not (first.inputs == other.inputs).all()
+    streamed = list(shard_stream(7, 2, 640, workers=0, count=4))[3]
+    assert (streamed.inputs == first.inputs).all()
+
+
+def test_a_shard_trains_replies_only_and_their_tokens_are_kept() -> None:
+    vocabulary = load_vocabulary()
+    row_of = {token: row for row, token in enumerate(vocabulary.token_ids)}
+    shard = make_shard(0, 0, 4, 640)
+    assert (shard.targets < vocabulary.unseen).all()
+    for row in range(4):
+        for document in range(1, int(shard.documents[row].max())):
+            (where,) = (shard.documents[row] == document).nonzero()
+            trained = shard.targets[row, where] != IGNORED
+            first = int(trained.argmax())
+            assert trained[first:].all()
+            assert shard.inputs[row, where[first]] == row_of[173_781]  # "assistant", after <|start|>
+            assert shard.targets[row, where[-1]] in (row_of[harmony.RETURN], row_of[harmony.CALL])
+
+
+def test_vocabulary_rows_are_sorted_unique_and_cover_harmony() -> None:
+    vocabulary = load_vocabulary()
+    assert list(vocabulary.token_ids) == sorted(set(vocabulary.token_ids))
+    assert {harmony.RETURN, harmony.CALL, harmony.START, harmony.END} <= set(vocabulary.token_ids)
+    table = vocabulary.row_table()
+    assert len(table) == FULL_VOCABULARY
+    assert table.count(vocabulary.unseen) == vocabulary.unseen_tokens
+
+
+def test_held_out_examples_are_the_same_every_time() -> None:
+    assert held_out_examples(1, 3) == held_out_examples(1, 3)
+    efforts = {dataclasses.replace(e).effort for e in held_out_examples(1, 20, ("facts",))}
+    assert efforts == set(Effort)
