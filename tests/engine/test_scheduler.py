@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from antiphon.engine.allocation import SequencePages
+from antiphon.engine.pages import Hold
 from antiphon.engine.requests import RequestKind
 from antiphon.engine.scheduler import Scheduler, StepPlan
 from antiphon.engine.sequence import Sequence, SequenceStatus
@@ -143,15 +144,29 @@ def test_reservations_are_capped_but_what_is_runnable_at_once_is_not(desk: Calla
 
 def test_a_reservation_covers_its_kv_its_last_token_and_headroom(desk: Callable[..., Desk]) -> None:
     d = desk()
-    a = d.queue("a", 65, kind=REMOTE)  # positions 0 .. 63 from the peer, 64 here, headroom to 79
-    short = d.queue("b", 65, kind=REMOTE, max_tokens=1)
+    a = d.queue("a", 64, kind=REMOTE)  # positions 0 .. 62 from the peer, 63 here, headroom to 78
+    short = d.queue("b", 64, kind=REMOTE, max_tokens=1)
     d.step()
-    assert (len(a.pages.full), len(short.pages.full)) == (5, 5)
+    assert (len(a.pages.full), len(short.pages.full)) == (5, 4)
     missing = d.pages.missing(a)
     assert missing["full"] == a.pages.full[:4]
-    # The window of 24 before 64 begins at 40, in logical page 2.
+    # The window of 24 before 63 begins at 39, in logical page 2.
     assert a.pages.sliding_first == 2
     assert missing["sliding"] == a.pages.sliding[:2]
+
+
+def test_no_other_prefill_starts_while_one_is_stalled(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    announced = d.queue("announced", 100, kind=PREFILL)
+    d.step()
+    elsewhere = d.pages.sliding.allocate(d.pages.sliding.available - 1, Hold.USED)
+    small = d.queue("small", 10, kind=PREFILL)
+    for _ in range(3):
+        assert d.step().is_empty
+    d.pages.sliding.drop(elsewhere, Hold.USED)
+    for _ in range(4):
+        d.step()
+    assert announced.status is small.status is SequenceStatus.PINNED
 
 
 def test_the_window_is_left_behind_while_decoding(desk: Callable[..., Desk]) -> None:
