@@ -53,6 +53,8 @@ class ScriptedWorker:
     held: list[GenerateRequest | PrefillRequest] = field(default_factory=list)
     requests: dict[str, GenerateRequest] = field(default_factory=dict)
     sent: list[Message] = field(default_factory=list)
+    progress: dict[str, int] = field(default_factory=dict)
+    """Output tokens of each request so far, those of earlier attempts included."""
     batches: int = 0
     acknowledged: int = 0
 
@@ -177,12 +179,15 @@ class ScriptedGateway:
         """A decode worker sends tokens out of turn; ``gap`` batches before it are lost."""
         worker = self.workers[worker_id]
         worker.batches += gap
+        if request_id in worker.requests:
+            worker.progress[request_id] = max(worker.progress[request_id], position + len(token_ids))
         self._batch(worker, TokenOutput(request_id, attempt, position, token_ids))
 
-    def preempt(self, worker_id: str, request_id: str, emitted: int) -> None:
-        """Decode gives up a request's pages after ``emitted`` tokens and reserves them anew."""
+    def preempt(self, worker_id: str, request_id: str) -> None:
+        """Decode gives up a request's pages, or its KV never came; it reserves them anew."""
         worker = self.workers[worker_id]
         request = worker.requests[request_id]
+        emitted = worker.progress[request_id]
         known = len(request.prompt_token_ids) + emitted
         attempt = request.attempt + 1
         worker.requests[request_id] = GenerateRequest(
@@ -213,6 +218,7 @@ class ScriptedGateway:
             raise ValueError(f"{message.request_id}: attempt {message.attempt} was sent twice")
         worker.sent.append(message)
         worker.requests[message.request_id] = message
+        worker.progress[message.request_id] = len(message.output_token_ids)
         self._hold_or_run(worker, message)
 
     def _take_prefill(self, worker: ScriptedWorker, message: PrefillRequest) -> None:
@@ -315,6 +321,7 @@ class ScriptedGateway:
                 self._batch(worker, TokenOutput(request_id, attempt, position, [], None, finish))
                 return
             tokens = answer[position : min(position + self.tokens_per_step, limit)]
+            worker.progress[request_id] = position + len(tokens)
             ends = position + len(tokens) == limit
             if ends:
                 del worker.requests[request_id]

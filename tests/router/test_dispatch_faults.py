@@ -224,7 +224,7 @@ async def test_preemption_prefills_prompt_and_output_again(deploy, until):
     await until(lambda: workers.workers["d0"].batches > 10)
     request_id, request = next(iter(workers.workers["d0"].requests.items()))
     emitted = workers.workers["d0"].batches
-    workers.preempt("d0", request_id, emitted)
+    workers.preempt("d0", request_id)
     assert content_of(await answer) == TEXT
     first, second = sent(workers, "p0", PrefillRequest)
     assert (first.attempt, second.attempt) == (0, 1)
@@ -261,7 +261,7 @@ async def test_kv_that_never_comes_uses_up_the_attempts(deploy, until):
     answer = asyncio.create_task(deployment.chat())
     for count in (1, 2, 3):
         await until(lambda count=count: len(sent(workers, "p0", PrefillRequest)) == count)
-        workers.preempt("d0", next(iter(workers.workers["d0"].requests)), emitted=0)
+        workers.preempt("d0", next(iter(workers.workers["d0"].requests)))
     assert (await answer).status_code == 500
     assert await deployment.metric("retries_total", leg="prefill", reason="kv_lost") == 2
     assert not workers.workers["d0"].requests
@@ -363,7 +363,7 @@ async def test_last_tokens_before_a_preemption_may_come_after_it(deploy, until):
     request = workers.workers["p0"].held[0]
     whole = byte_answer((CONTENT, TEXT))
     workers.emit("d0", request.request_id, 0, 0, whole[:5])
-    workers.preempt("d0", request.request_id, 5)
+    workers.preempt("d0", request.request_id)
     workers.emit("d0", request.request_id, 0, 5, whole[5:7])
     await until(lambda: len(sent(workers, "p0", PrefillRequest)) == 2)
     workers.go_on("p0")
