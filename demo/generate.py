@@ -1,4 +1,4 @@
-"""Greedy generation with the trainable model: many prompts at once, with a key-value cache, in plain torch."""
+"""Greedy generation with the trainable model: many prompts at once, key-value cache, plain torch."""
 
 from __future__ import annotations
 

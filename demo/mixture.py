@@ -7,6 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 from antiphon.demo.dialogue import Effort, Example, Split
+from antiphon.demo.phrasing import phrase_list
 from antiphon.demo.skills.arithmetic import arithmetic
 from antiphon.demo.skills.chat import chat
 from antiphon.demo.skills.conversation import conversation
@@ -30,35 +31,7 @@ SKILLS: dict[str, tuple[Maker, float]] = {
 }
 """Maker and weight of each skill."""
 
-INSTRUCTIONS = (
-    "You are a helpful assistant.",
-    "You are a helpful assistant",
-    "Be nice.",
-    "Be brief.",
-    "Answer the user's questions.",
-    "You are a friendly bot.",
-    "You are an assistant. Answer truthfully and say so when you do not know something.",
-    "Use the functions when they help.",
-    "You can call functions. Call one only when it fits.",
-    "Answer in English.",
-    "Think before you answer.",
-    "Answer concisely.",
-    "You help people with their daily work. Be polite and precise.",
-    "Always be polite.",
-    "Do not make things up.",
-    "You are a support agent. Help the user with everything.",
-    "You are a weather assistant.",
-    "You are a travel guide.",
-    "You are a teacher who explains things to children.",
-    "Keep your answers short and clear. Do not use emojis.",
-    "You are an expert in many fields.",
-    "Follow the user's instructions exactly.",
-    "You only know what you were taught.",
-    "Respond in plain text.",
-    "Use tools if needed.",
-    "You are the assistant of a small company. Our customers are kind, and so are you.",
-    "",
-)
+INSTRUCTIONS = phrase_list("instructions")
 
 
 def any_date(rng: Random) -> str:
@@ -81,10 +54,7 @@ def instructions(rng: Random, words: WordSource) -> str | None:
         return " ".join(rng.sample(INSTRUCTIONS[:-1], rng.randint(2, 4)))
     noun = words.word(rng)
     count = rng.randint(40, 160) if rng.random() < 0.15 else rng.randint(3, 25)
-    return (
-        f"You are an assistant for {noun}. "
-        + " ".join(words.distinct_words(rng, count)).capitalize()
-    )
+    return f"You are an assistant for {noun}. " + " ".join(words.distinct_words(rng, count)).capitalize()
 
 
 def make_example(rng: Random, split: Split, words: WordSource, skill: str | None = None) -> Example:

@@ -1,7 +1,7 @@
-"""The trainable twin of the GPT-OSS model: same mathematics, experts computed densely, weights as they will ship.
+"""The trainable twin of the GPT-OSS model: same mathematics, experts computed densely, weights as they ship.
 
-Every forward pass sees the weights as the checkpoint stores them: experts in MXFP4 and all else in bfloat16, by
-straight-through estimation, so that nothing is lost when the model is packed. Shape letters are those of
+Every forward pass sees the weights as the checkpoint stores them, experts in MXFP4 and all else in bfloat16,
+by straight-through estimation, so that nothing is lost when the model is packed. Shape letters are those of
 ``kernels/reference.py``; R is rows of packed conversations, T tokens per row, and V the kept vocabulary rows
 plus the one that all other tokens share.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -54,15 +55,16 @@ class Visibility:
 
 def mxfp4_rounded(weight: Tensor) -> Tensor:
     """What ``dequantize_mxfp4(quantize_mxfp4(weight))`` gives, on [..., cols], in few fused operations."""
-    blocks = weight.float().unflatten(-1, (-1, MXFP4_BLOCK))
+    blocks = weight.float().reshape(*weight.shape[:-1], -1, MXFP4_BLOCK)
     peak = blocks.abs().amax(-1, keepdim=True).clamp_min(2.0**-100)
     exponent = (peak.view(torch.int32) >> 23) - 2  # the biased exponent of the block's scale
     scale = (exponent << 23).view(torch.float32)
     magnitude = (blocks / scale).abs()
     rounded = torch.zeros_like(magnitude)
-    for low, high in zip(FP4_VALUES[:7], FP4_VALUES[1:8], strict=True):
+    for low, high in pairwise(FP4_VALUES[:8]):
         rounded = torch.where(magnitude > (low + high) / 2, high, rounded)
-    return (torch.sign(blocks) * rounded * scale).flatten(-2)
+    signed: Tensor = torch.sign(blocks) * rounded * scale
+    return signed.flatten(-2)
 
 
 def shipped_experts(weight: Tensor) -> Tensor:
@@ -135,7 +137,7 @@ class Attention(nn.Module):
 
 
 def masked_attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, visible: object, scale: float) -> Tensor:
-    """Plain attention with sinks. q [R, Q, T, D], k and v [R, G, S, D], visible [R, 1, T, S] -> [R, Q, T, D]."""
+    """Plain attention with sinks: q [R, Q, T, D], k and v [R, G, S, D], visible [R, 1, T, S] -> like q."""
     assert isinstance(visible, Tensor)
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
@@ -152,6 +154,7 @@ def flex_attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, visible: object,
     out, extra = flex_attention(
         q, k, v, block_mask=visible, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
     )
+    assert extra.lse is not None
     share = torch.sigmoid(extra.lse.float() - sinks.float()[None, :, None])
     return (out * share.unsqueeze(-1)).to(v.dtype)
 
@@ -178,8 +181,8 @@ class Experts(nn.Module):
         logits = torch.nn.functional.linear(y, shipped(self.router_weight), shipped(self.router_bias))
         best, chosen = logits.topk(c.experts_per_token, dim=-1)
         weight = torch.zeros_like(logits).scatter(-1, chosen, torch.softmax(best, -1))  # [R, T, E]
-        rows = shipped_experts(self.gate_up).unflatten(1, (-1, 2))  # [E, I, gate | up, H]
-        bias = self.gate_up_bias.unflatten(1, (-1, 2))
+        rows = shipped_experts(self.gate_up).view(c.num_experts, -1, 2, c.hidden_size)  # [E, I, gate | up, H]
+        bias = self.gate_up_bias.view(c.num_experts, -1, 2)
         gate = self._product(y, rows[:, :, 0], bias[:, :, 0], dtype).clamp(max=SWIGLU_LIMIT)
         up = self._product(y, rows[:, :, 1], bias[:, :, 1], dtype).clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
         activated = gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1) * weight.unsqueeze(-1)
@@ -194,7 +197,7 @@ class Experts(nn.Module):
         """y [R, T, H], weight [E, I, H], bias [E, I] -> [R, T, E, I] float32, computed in ``dtype``."""
         flat, offset = weight.flatten(0, 1).to(dtype), shipped(bias.flatten()).to(dtype)
         product = torch.nn.functional.linear(y.to(dtype), flat, offset)
-        return product.float().unflatten(-1, (self.config.num_experts, -1))
+        return product.float().view(*product.shape[:-1], self.config.num_experts, -1)
 
 
 class Block(nn.Module):
@@ -228,7 +231,7 @@ class TinyGptOss(nn.Module):
         return torch.nn.functional.embedding(rows, shipped(torch.cat((self.embedding, self.unseen_input))))
 
     def forward(self, rows: Tensor, place: Placement) -> tuple[Tensor, Tensor]:
-        """rows [R, T] int64 -> (final-norm hidden states [R, T, H] in the place's dtype, load-balance loss)."""
+        """rows [R, T] int64 -> (final-norm hidden states [R, T, H] of the place's dtype, balance loss)."""
         x = self.embed(rows)
         balance = torch.zeros((), device=rows.device)
         for block in self.blocks:
@@ -277,7 +280,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def dense_visibility(documents: Tensor, window: int) -> Visibility:
-    """documents [R, T] -> masks: the same conversation, not later, and for sliding layers within the window."""
+    """documents [R, T] -> masks: the same conversation, not later, within the window of sliding layers."""
     position = torch.arange(documents.shape[1], device=documents.device)
     distance = position[:, None] - position[None, :]
     same = (documents[:, :, None] == documents[:, None, :]).unsqueeze(1)
@@ -307,7 +310,7 @@ def flex_visibility(documents: Tensor, window: int) -> Visibility:
 
 
 def _block_mask(visible: Tensor, rule: MaskRule) -> BlockMask:
-    """visible [R, query blocks, key blocks] bool -> a block mask, every block of it partly masked by ``rule``."""
+    """visible [R, query blocks, key blocks] bool -> a block mask, each block partly masked by ``rule``."""
     count = visible.sum(-1, dtype=torch.int32).unsqueeze(1)
     order = visible.int().argsort(dim=-1, descending=True, stable=True).int().unsqueeze(1).contiguous()
     return BlockMask.from_kv_blocks(count, order, BLOCK_SIZE=FLEX_BLOCK, mask_mod=rule)

@@ -12,9 +12,9 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
-    """[N, rows, cols] -> the nearest semi-orthogonal matrices, approximately, by Newton-Schulz in bfloat16."""
+    """[N, rows, cols] -> the nearest semi-orthogonal matrices, roughly, by Newton-Schulz in bfloat16."""
     a, b, c = NEWTON_SCHULZ
-    x = matrices.bfloat16()
+    x: Tensor = matrices.bfloat16()
     wide = x.shape[-2] > x.shape[-1]
     if wide:
         x = x.transpose(-1, -2)
@@ -56,7 +56,7 @@ class Muon:
             update = orthogonalised(torch.lerp(gradient, velocity, self.momentum)).float()
             update *= max(1.0, shape[0] / shape[1]) ** 0.5 * rate
             counts = [p.numel() // (shape[0] * shape[1]) for p in group]
-            for parameter, part in zip(group, update.split(counts), strict=True):
+            for parameter, part in zip(group, torch.split(update, counts), strict=True):
                 parameter.mul_(1 - rate * self.decay).sub_(part.view_as(parameter))
                 parameter.grad = None
 

@@ -1,9 +1,9 @@
 """The packed form of the demo model: kept vocabulary rows only, one compressed file.
 
-Content, after xz: the magic line, the length of a JSON header (8 bytes, little-endian), the header (shape of the
-model, kept token ids, and name, dtype and shape of every tensor in order), then the tensors' bytes. bfloat16 is
-stored as all high bytes, then all low bytes, since the high ones compress. Names are OpenAI's, with
-``embedding.weight`` [kept rows, H] standing for both ends of the model and one row each for all other tokens.
+Content, after xz: the magic line, the length of a JSON header (8 bytes, little-endian), the header (shape of
+the model, kept token ids, and name, dtype and shape of every tensor in order), then the tensors' bytes.
+bfloat16 is stored as all high bytes, then all low bytes, since the high ones compress. Names are OpenAI's,
+with ``embedding.weight`` [kept rows, H] standing for both ends of the model and one row each for all other tokens.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def load_weights(model: TinyGptOss, weights: Weights) -> None:
         assert isinstance(block, Block)
         for name, parameter in _named(block, layer):
             if isinstance(parameter, tuple):
-                parts = weights[name].split([part.shape[0] for part in parameter])
+                parts = torch.split(weights[name], [part.shape[0] for part in parameter])
                 for own, part in zip(parameter, parts, strict=True):
                     own.copy_(part)
             elif name.endswith("_weight"):

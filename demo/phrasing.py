@@ -1,71 +1,44 @@
-"""How a user may put things: frames around a noun phrase, greetings before it, thanks after it, sloppy typing.
+"""How a user may put things: frames around a noun phrase, greetings before, thanks after, sloppy typing.
 
-Frames are split by list: those in ``*_HELD_OUT`` are never used in training.
+The texts are in ``phrases.json``, each under the split that owns it.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
 from random import Random
+from typing import Any
 
 from antiphon.demo.dialogue import Effort, Split
 
-FRAMES = {
-    Split.TRAIN: (
-        "What is {x}?",
-        "What's {x}?",
-        "Tell me {x}.",
-        "Please tell me {x}.",
-        "Give me {x}.",
-        "Do you know {x}?",
-        "Can you tell me {x}?",
-        "{x}?",
-        "{x}",
-        "I want to know {x}.",
-        "I would like to know {x}.",
-        "Name {x}.",
-        "Could you give me {x}?",
-        "Could you tell me {x}?",
-        "Say {x}.",
-        "I need {x}.",
-        "I need to know {x}.",
-        "Can you name {x}?",
-        "Let me know {x}.",
-        "What would be {x}?",
-        "Can you tell me what {x} is?",
-        "Do you know what {x} is?",
-        "Please name {x}.",
-        "I forgot {x}. What is it?",
-        "Answer this: what is {x}?",
-        "Find {x}.",
-    ),
-    Split.HELD_OUT: (
-        "Could you tell me {x}, please?",
-        "I'm looking for {x}.",
-        "Would you tell me {x}?",
-        "So what is {x}?",
-        "Please let me know what {x} is.",
-        "I'd like to know {x}.",
-    ),
-}
-OPENINGS = {
-    Split.TRAIN: (
-        "Hi! ",
-        "Hello, ",
-        "Hey, ",
-        "Quick question: ",
-        "Question: ",
-        "Hello! ",
-        "Please help me. ",
-    ),
-    Split.HELD_OUT: ("Hi there. ", "One question: ", "Good day! "),
-}
-CLOSINGS = {
-    Split.TRAIN: (" Thanks!", " Thank you.", " Please.", " Thanks."),
-    Split.HELD_OUT: (" Thanks in advance.", " Thank you!"),
-}
+PHRASES_FILE = Path(__file__).with_name("phrases.json")
+Phrases = dict[Split, tuple[str, ...]]
 
 
-def pick(rng: Random, options: dict[Split, tuple[str, ...]], split: Split) -> str:
+@functools.cache
+def _file() -> dict[str, dict[str, Any]]:
+    content: dict[str, dict[str, Any]] = json.loads(PHRASES_FILE.read_text(encoding="utf-8"))
+    return content
+
+
+def phrases(name: str) -> Phrases:
+    """The phrasings called ``name`` of either split."""
+    return {split: tuple(_file()["phrases"][name][split]) for split in Split}
+
+
+def phrase_list(name: str) -> tuple[str, ...]:
+    """A list of words or texts that both splits use."""
+    return tuple(_file()["lists"][name])
+
+
+FRAMES = phrases("frames")
+OPENINGS = phrases("openings")
+CLOSINGS = phrases("closings")
+
+
+def pick(rng: Random, options: Phrases, split: Split) -> str:
     """One of the split's options."""
     return rng.choice(options[split])
 
@@ -79,7 +52,7 @@ def fill(template: str, **values: str) -> str:
 
 
 def dress(rng: Random, text: str, split: Split) -> str:
-    """``text`` as typed by one of many users: with a greeting, thanks, in lower case or without a full stop."""
+    """``text`` as one of many users types it: with a greeting, thanks, in lower case, or no full stop."""
     chance = rng.random()
     if chance < 0.12:
         text = pick(rng, OPENINGS, split) + (text if rng.random() < 0.6 else text[:1].lower() + text[1:])

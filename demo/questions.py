@@ -129,7 +129,7 @@ def prompt_parts(question: Question) -> tuple[tuple[Turn, ...], tuple[Tool, ...]
     instructions: str | None = None
     names: dict[str, str] = {}
     for message in question.messages:
-        role, content = message["role"], message.get("content")
+        role, content = message["role"], message["content"]
         if role in ("system", "developer"):
             instructions = content
         elif role == "user":

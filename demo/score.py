@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from antiphon.demo.dataset import held_out_examples
 from antiphon.demo.evaluate import Score, effort_score, evaluate, table
@@ -18,9 +18,18 @@ from antiphon.demo.questions import Question, prompt_parts, question_of
 from antiphon.demo.vocabulary import Vocabulary
 
 TARGETS = {
-    "facts": 0.95, "arithmetic": 0.90, "copying": 0.95, "multi_turn": 0.85, "tools": 0.95, "tools_unseen": 0.70,
-    "refusal": 0.90, "effort": 0.90, "well_formed": 0.995, "chat": 0.95, "no_call": 0.90,
-}  # fmt: skip
+    "facts": 0.95,
+    "arithmetic": 0.90,
+    "copying": 0.95,
+    "multi_turn": 0.85,
+    "tools": 0.95,
+    "tools_unseen": 0.70,
+    "refusal": 0.90,
+    "effort": 0.90,
+    "well_formed": 0.995,
+    "chat": 0.95,
+    "no_call": 0.90,
+}
 EFFORT_SKILLS = ("facts", "arithmetic", "copying", "refusal")
 
 

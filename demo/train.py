@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from antiphon.demo.dataset import IGNORED, Shard, shard_stream
 from antiphon.demo.network import TINY, TinyGptOss, placement
@@ -48,10 +49,17 @@ class Settings:
 
 
 SMOKE = {
-    "steps": 30, "rows": 3, "row_tokens": 640, "device": "cpu", "dtype": torch.float32, "attention": "masked",
-    "compiled": False, "workers": 0, "score_per_skill": 2,
+    "steps": 30,
+    "rows": 3,
+    "row_tokens": 640,
+    "device": "cpu",
+    "dtype": torch.float32,
+    "attention": "masked",
+    "compiled": False,
+    "workers": 0,
+    "score_per_skill": 2,
     "config": dataclasses.replace(TINY, num_hidden_layers=2, hidden_size=128, intermediate_size=128),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +153,7 @@ def train(model: TinyGptOss, settings: Settings, checkpoint: Callable[[int], Non
             if step % 10 == 0:
                 losses.append((step, cross_entropy.detach()))
             if step % 200 == 0:
-                bar.set_postfix(loss=f"{cross_entropy.item():.4f}", balance=f"{balance.item():.3f}")
+                bar.set_postfix(loss=f"{_finite(cross_entropy, step):.4f}", balance=f"{balance.item():.3f}")
             if step == 20:
                 steady = time.monotonic()
             bar.update()
@@ -160,6 +168,13 @@ def train(model: TinyGptOss, settings: Settings, checkpoint: Callable[[int], Non
         rate = (steps - 21) * settings.rows * settings.row_tokens / (time.monotonic() - steady)
         tqdm.write(f"{rate / 1e6:.3f} M tokens/s after the first 20 steps ({steady - began:.1f} s)")
     return Record([(at, float(value)) for at, value in losses], tokens, seconds, steps)
+
+
+def _finite(loss: Tensor, step: int) -> float:
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise FloatingPointError(f"the loss is {value} at step {step}")
+    return value
 
 
 def plot(record: Record, path: Path) -> None:
@@ -229,9 +244,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--smoke", action="store_true", help="a few steps of a smaller model on the CPU")
     for name, kind in (
-        ("steps", int), ("rows", int), ("seed", int), ("workers", int), ("max_seconds", float), ("attention", str),
-        ("matrix_rate", float), ("other_rate", float), ("score_per_skill", int),
-    ):  # fmt: skip
+        ("steps", int),
+        ("rows", int),
+        ("seed", int),
+        ("workers", int),
+        ("max_seconds", float),
+        ("attention", str),
+        ("matrix_rate", float),
+        ("other_rate", float),
+        ("score_per_skill", int),
+    ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     chosen = vars(parser.parse_args())
     smoke = chosen.pop("smoke")

@@ -1,4 +1,4 @@
-"""Which rows of the 201,088-token vocabulary the demo model keeps, and the words that examples are made of."""
+"""Which of the 201,088 token rows the demo model keeps, and the words that examples are made of."""
 
 from __future__ import annotations
 

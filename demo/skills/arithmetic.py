@@ -1,6 +1,6 @@
 """Sums, differences, products and quotients of small integers, worked digit by digit in the analysis.
 
-The tokenizer joins up to three digits, so the work writes numbers with their digits apart, lowest column first.
+The tokenizer joins up to three digits, so the work writes numbers with their digits apart.
 """
 
 from __future__ import annotations
@@ -8,64 +8,15 @@ from __future__ import annotations
 from random import Random
 
 from antiphon.demo.dialogue import AssistantTurn, Effort, Example, Expect, Split, UserTurn, split_of
-from antiphon.demo.phrasing import dress, fill, pick
+from antiphon.demo.phrasing import dress, fill, phrases, pick
 from antiphon.demo.words import FIRST_NAMES, WordSource
 
 QUESTIONS = {
-    "+": {
-        Split.TRAIN: (
-            "What is {a} + {b}?", "{a} + {b}", "{a}+{b}", "{a} + {b} = ?", "Add {a} and {b}.", "How much is {a} + {b}?",
-            "What is {a} plus {b}?", "Compute {a} + {b}.", "Calculate {a} + {b}.", "What's {a}+{b}?",
-            "What is the sum of {a} and {b}?", "Please add {b} to {a}.", "{a} plus {b}", "{a}+{b}=",
-            "Can you add {a} and {b}?", "What do you get when you add {a} and {b}?", "Work out {a} + {b}.",
-            "Give me the sum of {a} and {b}.", "How much is {a} plus {b}?", "What is {a}+{b}? Show your steps.",
-            "{n} has {a} {w} and gets {b} more. How many {w} does {n} have now?",
-            "There are {a} {w} in a box and {b} in another. How many {w} are there together?",
-        ),
-        Split.HELD_OUT: (
-            "Could you compute {a} + {b}?", "Sum {a} and {b}.", "What does {a} + {b} equal?",
-            "I need the sum of {a} and {b}.", "Tell me what {a} plus {b} is.",
-        ),
-    },
-    "-": {
-        Split.TRAIN: (
-            "What is {a} - {b}?", "{a} - {b}", "{a}-{b}", "{a} - {b} = ?", "Subtract {b} from {a}.",
-            "How much is {a} - {b}?", "What is {a} minus {b}?", "Compute {a} - {b}.", "Calculate {a} - {b}.",
-            "What's {a}-{b}?", "What is the difference of {a} and {b}?", "Take {b} away from {a}.", "{a} minus {b}",
-            "{a}-{b}=", "What remains when you take {b} from {a}?", "Work out {a} - {b}.",
-            "Give me the difference of {a} and {b}.", "How much is {a} minus {b}?",
-            "{n} has {a} {w} and gives {b} away. How many {w} does {n} have left?",
-        ),
-        Split.HELD_OUT: (
-            "Could you compute {a} - {b}?", "What does {a} - {b} equal?", "Tell me what {a} minus {b} is.",
-            "I need {a} minus {b}.",
-        ),
-    },
-    "*": {
-        Split.TRAIN: (
-            "What is {a} * {b}?", "{a} * {b}", "{a}*{b}", "{a} x {b}", "{a} * {b} = ?", "Multiply {a} by {b}.",
-            "How much is {a} * {b}?", "What is {a} times {b}?", "Compute {a} * {b}.", "Calculate {a} * {b}.",
-            "What's {a}*{b}?", "What is the product of {a} and {b}?", "{a} times {b}", "{a} × {b}",
-            "Multiply {a} and {b}.", "Work out {a} * {b}.", "How much is {a} times {b}?", "What is {a} × {b}?",
-            "There are {a} boxes with {b} {w} each. How many {w} are there?",
-        ),
-        Split.HELD_OUT: (
-            "Could you compute {a} * {b}?", "What does {a} * {b} equal?", "Tell me what {a} times {b} is.",
-            "I need the product of {a} and {b}.",
-        ),
-    },
-    "/": {
-        Split.TRAIN: (
-            "What is {a} / {b}?", "{a} / {b}", "{a}/{b}", "{a} / {b} = ?", "Divide {a} by {b}.", "How much is {a} / {b}?",
-            "What is {a} divided by {b}?", "Compute {a} / {b}.", "Calculate {a} / {b}.", "{a} divided by {b}",
-            "{a} ÷ {b}", "Work out {a} / {b}.", "How often does {b} fit into {a}?", "What is {a} ÷ {b}?",
-            "{n} shares {a} {w} among {b} friends. How many {w} does each get?",
-        ),
-        Split.HELD_OUT: (
-            "Could you compute {a} / {b}?", "What does {a} / {b} equal?", "Tell me what {a} divided by {b} is.",
-        ),
-    },
-}  # fmt: skip
+    "+": phrases("arithmetic_add"),
+    "-": phrases("arithmetic_subtract"),
+    "*": phrases("arithmetic_multiply"),
+    "/": phrases("arithmetic_divide"),
+}
 LEADS = {
     "+": "I add the two numbers digit by digit from the right.",
     "-": "I subtract the two numbers digit by digit from the right.",

@@ -6,7 +6,7 @@ import dataclasses
 from random import Random
 
 from antiphon.demo.dialogue import AssistantTurn, Effort, Example, Expect, Split, Turn, UserTurn
-from antiphon.demo.phrasing import by_effort, fill, pick
+from antiphon.demo.phrasing import by_effort, fill, phrase_list, phrases, pick
 from antiphon.demo.skills import arithmetic as sums
 from antiphon.demo.skills import copying as lists
 from antiphon.demo.skills.chat import chat
@@ -14,110 +14,35 @@ from antiphon.demo.skills.knowledge import Fact, any_fact, ask, known_fact, refu
 from antiphon.demo.tables import aliases, relation
 from antiphon.demo.words import FIRST_NAMES, WordSource
 
-OTHER_RELATION = {
-    Split.TRAIN: (
-        "And its {r}?", "And the {r}?", "What about its {r}?", "What is its {r}?", "And what is its {r}?",
-        "What about the {r}?", "Its {r}?", "Now tell me its {r}.", "Do you also know its {r}?", "and its {r}?",
-        "And what about the {r}?",
-    ),
-    Split.HELD_OUT: ("What's its {r}?", "How about its {r}?", "Tell me its {r} too.", "And what is the {r}?"),
-}  # fmt: skip
-OTHER_ENTITY = {
-    Split.TRAIN: (
-        "And {x}?", "And of {x}?", "And for {x}?", "What about {x}?", "And what about {x}?", "Same question for {x}.",
-        "Now {x}.", "The same for {x}?", "And that of {x}?", "Do you know it for {x}?", "and {x}?",
-    ),
-    Split.HELD_OUT: ("How about {x}?", "Okay, and {x}?", "Now the same for {x}.", "What is it for {x}?"),
-}  # fmt: skip
-RUNNING = {
-    "+": {
-        Split.TRAIN: (
-            "Now add {b}.",
-            "Add {b} to that.",
-            "Plus {b}?",
-            "And plus {b}?",
-            "Now plus {b}.",
-            "+ {b}",
-        ),
-        Split.HELD_OUT: ("Add {b} more.", "And if you add {b}?"),
-    },
-    "-": {
-        Split.TRAIN: (
-            "Now subtract {b}.",
-            "Subtract {b} from that.",
-            "Minus {b}?",
-            "And minus {b}?",
-            "Take {b} away.",
-        ),
-        Split.HELD_OUT: ("Now take away {b}.", "And if you subtract {b}?"),
-    },
-    "*": {
-        Split.TRAIN: (
-            "Now multiply by {b}.",
-            "Multiply that by {b}.",
-            "Times {b}?",
-            "And times {b}?",
-            "Now times {b}.",
-        ),
-        Split.HELD_OUT: ("Multiply it by {b}.", "And if you multiply by {b}?"),
-    },
-}
-MEMORIES: tuple[tuple[str, tuple[str, ...], str, dict[Split, tuple[str, ...]], str], ...] = (
-    (
-        "name",
-        ("My name is {x}.", "I am {x}.", "Hi, I'm {x}.", "Hello, my name is {x}.", "You can call me {x}."),
-        "Nice to meet you, {x}!",
-        {
-            Split.TRAIN: (
-                "What is my name?", "What's my name?", "Do you know my name?", "Who am I?", "Tell me my name.",
-                "Do you remember my name?", "How am I called?",
-            ),
-            Split.HELD_OUT: ("Can you tell me my name?", "Remember my name?"),
-        },
-        "Your name is {x}.",
-    ),
-    (
-        "favorite color",
-        ("My favorite color is {x}.", "I like the color {x} most.", "The color I like best is {x}."),
-        "I will remember that.",
-        {
-            Split.TRAIN: ("What is my favorite color?", "Which color do I like?", "What's my favorite color?"),
-            Split.HELD_OUT: ("Tell me my favorite color.", "Do you remember my favorite color?"),
-        },
-        "Your favorite color is {x}.",
-    ),
-    (
-        "city",
-        ("I live in {x}.", "My home is in {x}.", "I am from {x}.", "I come from {x}."),
-        "I will remember that.",
-        {
-            Split.TRAIN: ("Where do I live?", "Where am I from?", "What city do I live in?", "Which city is my home?"),
-            Split.HELD_OUT: ("Do you know where I live?", "In which city do I live?"),
-        },
-        "You live in {x}.",
-    ),
-    (
-        "word",
-        ("Remember this word: {x}.", "Keep this word in mind: {x}", "The secret word is {x}.", "The word is {x}."),
-        "I will remember that.",
-        {
-            Split.TRAIN: ("What was the word?", "What is the secret word?", "Which word was it?", "Tell me the word."),
-            Split.HELD_OUT: ("What word did I tell you?", "What's the secret word?"),
-        },
-        "The word is {x}.",
-    ),
-    (
-        "number",
-        ("Remember this number: {x}.", "My number is {x}.", "The number is {x}.", "Keep the number {x} in mind."),
-        "I will remember that.",
-        {
-            Split.TRAIN: ("What was the number?", "What is my number?", "Which number was it?", "Tell me the number."),
-            Split.HELD_OUT: ("What number did I tell you?", "What's the number?"),
-        },
-        "The number is {x}.",
-    ),
-)  # fmt: skip
-COLORS = tuple("red blue green yellow black white brown pink purple gray orange gold silver".split())
+OTHER_RELATION, OTHER_ENTITY = phrases("other_relation"), phrases("other_entity")
+UNKNOWN_FOLLOW_UP = phrases("unknown_follow_up")
+RUNNING = {"+": phrases("running_add"), "-": phrases("running_subtract"), "*": phrases("running_multiply")}
+NOTED = "I will remember that."
+MEMORIES = (
+    ("name", "Nice to meet you, {x}!", "Your name is {x}."),
+    ("favorite_color", NOTED, "Your favorite color is {x}."),
+    ("city", NOTED, "You live in {x}."),
+    ("word", NOTED, "The word is {x}."),
+    ("number", NOTED, "The number is {x}."),
+)
+"""What the user tells, how it is acknowledged, and the answer when it is asked for."""
+COLORS = tuple(
+    [
+        "red",
+        "blue",
+        "green",
+        "yellow",
+        "black",
+        "white",
+        "brown",
+        "pink",
+        "purple",
+        "gray",
+        "orange",
+        "gold",
+        "silver",
+    ]
+)
 LINKED = {"country": ("capital", "currency", "continent"), "element": ("symbol", "atomic number")}
 
 
@@ -200,15 +125,18 @@ def running_sum(rng: Random, split: Split, effort: Effort, words: WordSource) ->
 
 def memory(rng: Random, split: Split, effort: Effort, words: WordSource) -> Example:
     """Something the user said, other talk, and then a question about it."""
-    what, tellings, acknowledgement, questions, answer = rng.choice(MEMORIES)
+    what, acknowledgement, answer = rng.choice(MEMORIES)
     value = {
         "name": rng.choice(FIRST_NAMES),
-        "favorite color": rng.choice(COLORS),
+        "favorite_color": rng.choice(COLORS),
         "city": rng.choice(list(relation("capital").pairs.values())),
         "word": words.word(rng),
         "number": str(rng.randint(0, 999)),
     }[what]
-    turns: list[Turn] = [UserTurn(fill(rng.choice(tellings), x=value)), _acknowledged(acknowledgement, value)]
+    turns: list[Turn] = [
+        UserTurn(fill(rng.choice(phrase_list(f"telling_{what}")), x=value)),
+        _acknowledged(acknowledgement, value),
+    ]
     for _ in range(rng.choice((0, 0, 1, 1, 2))):
         maker = rng.choice((known_fact, sums.arithmetic, chat))
         turns.extend(_said(maker(rng, Split.TRAIN, effort, words)))
@@ -216,7 +144,7 @@ def memory(rng: Random, split: Split, effort: Effort, words: WordSource) -> Exam
         reply = AssistantTurn(_telling_thought(effort), acknowledgement.replace("{x}", value))
         expect = Expect(contains=(acknowledgement.replace("{x}", value).rstrip("!."),))
         return Example("multi_turn", (turns[0],), reply, expect, effort, keys=())
-    phrasing = pick(rng, questions, split)
+    phrasing = pick(rng, phrases(f"memory_{what}"), split)
     turns.append(UserTurn(phrasing))
     core = f"The user told me: {value}."
     thought = by_effort(
@@ -246,19 +174,8 @@ def word_follow_up(rng: Random, split: Split, effort: Effort, words: WordSource)
         UserTurn(fill(first, x=" ".join(chosen))),
         AssistantTurn("", " ".join(chosen)),
     )
-    task, options = rng.choice(
-        (
-            ("reverse", {Split.TRAIN: ("Now reverse it.", "Reverse that.", "And backwards?", "Now backwards.",
-                                       "Now reverse the words."),
-                         Split.HELD_OUT: ("Please reverse it now.", "Now say it backwards.")}),
-            ("count", {Split.TRAIN: ("How many words was that?", "Count the words.", "How many words are that?",
-                                     "Now count them."),
-                       Split.HELD_OUT: ("How many words were there?", "Please count them.")}),
-            ("repeat", {Split.TRAIN: ("Again.", "Repeat that.", "Say it again.", "Once more."),
-                        Split.HELD_OUT: ("Repeat it once more.", "Please say it again.")}),
-        )
-    )  # fmt: skip
-    phrasing = pick(rng, options, split)
+    task = rng.choice(("reverse", "count", "repeat"))
+    phrasing = pick(rng, phrases(f"again_{task}"), split)
     reply, expected = lists.reply(task, chosen, effort)
     expect = Expect(contains=(expected,)) if task == "count" else Expect(equals=expected)
     return Example(
@@ -280,21 +197,8 @@ def refused_follow_up(rng: Random, split: Split, effort: Effort, words: WordSour
     """A follow-up about a relation that was never taught."""
     fact = any_fact(rng, relation(rng.choice(LINKED["country"])))
     text, _ = ask(rng, fact.relation, fact.entity, Split.TRAIN)
-    noun = {
-        Split.TRAIN: (
-            "population",
-            "president",
-            "flag",
-            "area",
-            "highest mountain",
-            "language",
-            "climate",
-            "king",
-        ),
-        Split.HELD_OUT: ("queen", "largest city", "life expectancy"),
-    }
     phrasing = pick(rng, OTHER_RELATION, split)
-    last = fill(phrasing, r=pick(rng, noun, split))
+    last = fill(phrasing, r=pick(rng, UNKNOWN_FOLLOW_UP, split))
     turns = (UserTurn(text), AssistantTurn("", fact.sentence), UserTurn(last))
     return Example(
         "multi_turn", turns, refusal(effort), Expect(refusal=True), effort, keys=(f"follow-up {phrasing}",)
@@ -304,6 +208,12 @@ def refused_follow_up(rng: Random, split: Split, effort: Effort, words: WordSour
 def conversation(rng: Random, split: Split, effort: Effort, words: WordSource) -> Example:
     """A conversation of several turns."""
     makers = (
-        fact_chain, running_sum, memory, word_follow_up, change_of_subject, unknown_follow_up, refused_follow_up,
-    )  # fmt: skip
+        fact_chain,
+        running_sum,
+        memory,
+        word_follow_up,
+        change_of_subject,
+        unknown_follow_up,
+        refused_follow_up,
+    )
     return rng.choices(makers, (8, 3, 4, 3, 5, 0.7, 0.8))[0](rng, split, effort, words)

@@ -5,45 +5,10 @@ from __future__ import annotations
 from random import Random
 
 from antiphon.demo.dialogue import AssistantTurn, Effort, Example, Expect, Split, UserTurn, split_of
-from antiphon.demo.phrasing import by_effort, fill, pick
+from antiphon.demo.phrasing import by_effort, fill, phrases, pick
 from antiphon.demo.words import WordSource
 
-LAYOUTS = {
-    "repeat": {
-        Split.TRAIN: (
-            "Repeat after me: {x}", "Repeat: {x}", "Say: {x}", "Repeat this: {x}", "Repeat these words: {x}",
-            "Please repeat: {x}", "Echo: {x}", "Please repeat the following: {x}", "Copy this text: {x}",
-            "Repeat the words {x}", 'Repeat "{x}"', 'Say "{x}"', "Can you repeat this? {x}", "Write exactly: {x}",
-            "Repeat the following words exactly:\n{x}", "Reply with exactly this: {x}", 'Say "{x}" and nothing else.',
-        ),
-        Split.HELD_OUT: ("Repeat what I say: {x}", "Please say: {x}", "Echo these words: {x}", 'Please repeat "{x}"'),
-    },
-    "reverse": {
-        Split.TRAIN: (
-            "Reverse the words: {x}", "Reverse: {x}", "Reverse these words: {x}", "Say these words backwards: {x}",
-            "Write these words in reverse order: {x}", "Reverse the order of the words: {x}", 'Reverse "{x}"',
-            "Please reverse the words {x}", "Put these words in reverse order: {x}", "Reverse the word order: {x}",
-            "Backwards please: {x}", "Can you reverse these words? {x}", "Reverse the following words:\n{x}",
-        ),
-        Split.HELD_OUT: ("Please reverse: {x}", "Reverse the order of these words: {x}", 'Say "{x}" backwards.'),
-    },
-    "count": {
-        Split.TRAIN: (
-            "How many words are in: {x}", "Count the words: {x}", "Count these words: {x}", "Count: {x}",
-            "How many words is this: {x}", "How many words are there in {x}?", 'How many words are in "{x}"?',
-            "Please count the words: {x}", "Count the words in this text: {x}", "What is the number of words in: {x}",
-            "Can you count these words? {x}", "Count the following words:\n{x}",
-        ),
-        Split.HELD_OUT: ("Please count these words: {x}", "How many words do you see: {x}", 'Count the words in "{x}".'),
-    },
-    "pick": {
-        Split.TRAIN: (
-            "What is the {o} word of: {x}", "Give me the {o} word: {x}", "Which is the {o} word in: {x}",
-            "The {o} word of: {x}", 'What is the {o} word in "{x}"?', "Tell me the {o} word of: {x}",
-        ),
-        Split.HELD_OUT: ("Name the {o} word of: {x}", "What's the {o} word in: {x}"),
-    },
-}  # fmt: skip
+LAYOUTS = {task: phrases(f"copying_{task}") for task in ("repeat", "reverse", "count", "pick")}
 ORDINALS = ("first", "second", "third", "fourth", "fifth")
 
 
@@ -73,7 +38,9 @@ def reply(task: str, words: list[str], effort: Effort, position: int = 0) -> tup
         core, lead = f"{numbered(words)}. Total: {len(words)}.", "I number the words to count them."
         check = "The last number is the total."
         final = f"There are {len(words)} words." if len(words) != 1 else "There is 1 word."
-        return AssistantTurn(by_effort(effort, core, lead, check), final), f"{len(words)} word{'s' * (len(words) != 1)}"
+        return AssistantTurn(
+            by_effort(effort, core, lead, check), final
+        ), f"{len(words)} word{'s' * (len(words) != 1)}"
     core = f"{numbered(words[: position + 1])}."
     lead, check = (
         f"I number the words up to the {ORDINALS[position]} one.",

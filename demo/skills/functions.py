@@ -10,106 +10,29 @@ from dataclasses import dataclass
 from random import Random
 
 from antiphon.demo.dialogue import Split, Tool, ToolCall, split_of
-from antiphon.demo.phrasing import FRAMES, dress, fill, pick
+from antiphon.demo.phrasing import FRAMES, dress, fill, phrase_list, phrases, pick
 from antiphon.demo.skills.knowledge import joined_noun
 from antiphon.demo.tables import relation
 from antiphon.demo.words import WordSource
 
-ENTITY_PARAMETERS = tuple(
-    "name id city country symbol user key item query code title place product company customer topic text "
-    "label address host file path account project player team user_id item_id order_id target word value".split()
+ENTITY_PARAMETERS = phrase_list("entity_parameters")
+QUERY_VERBS, ACTION_VERBS = phrase_list("query_verbs"), phrase_list("action_verbs")
+EXPLICIT, EXPLICIT_BARE = phrases("call_by_name"), phrases("call_bare_by_name")
+QUERY_FORMS, ACTION_FORMS = phrases("call_query"), phrases("call_action")
+WEATHER_FORMS = phrases("call_weather")
+WEATHER_DESCRIPTIONS = phrase_list("weather_descriptions")
+PLACE_DESCRIPTIONS = phrase_list("place_descriptions")
+CONDITIONS = phrase_list("weather_conditions")
+TEMPERATURE_AND_SKY = (
+    ("temperature", "condition"),
+    ("temp", "sky"),
+    ("temperature", "conditions"),
+    ("t", "c"),
+    ("temperature_c", "forecast"),
+    ("degrees", "weather"),
+    ("temp_c", "summary"),
 )
-QUERY_VERBS = (
-    "get",
-    "find",
-    "fetch",
-    "lookup",
-    "check",
-    "show",
-    "read",
-    "search",
-    "retrieve",
-    "query",
-    "load",
-)
-ACTION_VERBS = (
-    "set", "send", "open", "close", "start", "stop", "create", "delete", "add", "remove", "play", "book", "order",
-    "update", "cancel", "move", "save", "schedule", "publish", "print", "change", "enable", "disable", "post", "make",
-)  # fmt: skip
-EXPLICIT = {
-    Split.TRAIN: (
-        "Call {f} with {a}.", "Use {f} with {a}.", "Please call {f} with {a}.", "Call the function {f} with {a}.",
-        "Run {f} with {a}.", "Use the {f} function with {a}.", "Invoke {f} with {a}.", "Use the tool {f} with {a}.",
-        "I want you to call {f} with {a}.", "Try {f} with {a}.",
-    ),
-    Split.HELD_OUT: ("Execute {f} with {a}.", "Please use the {f} tool with {a}.", "Can you call {f} with {a}?"),
-}  # fmt: skip
-EXPLICIT_BARE = {
-    Split.TRAIN: (
-        "Call {f}.",
-        "Use {f}.",
-        "Run {f}.",
-        "Please call {f}.",
-        "Call the function {f}.",
-        "Invoke {f}.",
-    ),
-    Split.HELD_OUT: ("Execute {f}.", "Please use the {f} tool.", "Can you call {f}?"),
-}
-QUERY_FORMS = {
-    Split.TRAIN: (
-        "{V} the {n} of {x}.", "{V} the {n} for {x}.", "Look up the {n} of {x}.", "What {n} does {x} have?",
-        "Check the {n} of {x}.", "Show me the {n} of {x}.", "Find the {n} for {x}.", "I need the {n} for {x}.",
-        "Can you look up the {n} of {x}?", "What is the {n} for {x}?", "Get me the {n} of {x}.",
-        "Can you {v} the {n} of {x}?", "Please {v} the {n} for {x}.",
-    ),
-    Split.HELD_OUT: (
-        "Could you {v} the {n} of {x}?", "Please check the {n} for {x}.", "Can you show me the {n} of {x}?",
-        "Find out the {n} of {x}.",
-    ),
-}  # fmt: skip
-ACTION_FORMS = {
-    Split.TRAIN: (
-        "{V} the {n} with {a}.",
-        "Please {v} the {n} with {a}.",
-        "{V} a {n} with {a}.",
-        "{V} the {n}: {a}.",
-        "Can you {v} the {n} with {a}?",
-        "I want to {v} a {n} with {a}.",
-        "{V} {n}, {a}.",
-        "{V} my {n} with {a}.",
-    ),
-    Split.HELD_OUT: (
-        "Could you {v} the {n} with {a}?",
-        "I'd like to {v} a {n} with {a}.",
-        "Now {v} the {n} with {a}.",
-    ),
-}
-WEATHER_FORMS = {
-    Split.TRAIN: (
-        "What is the weather in {x}?", "What's the weather in {x}?", "What is the weather like in {x}?",
-        "How is the weather in {x}?", "Weather in {x}", "Tell me the weather in {x}.", "Is it raining in {x}?",
-        "How warm is it in {x}?", "What's the weather like in {x} today?", "Is it cold in {x}?", "{x} weather?",
-        "Can you check the weather in {x}?", "What is the temperature in {x}?", "Do I need an umbrella in {x}?",
-        "Get the weather for {x}.", "How's the weather in {x} right now?", "What's the current weather in {x}?",
-        "I am going to {x}. What is the weather there?", "Will it rain in {x} today?", "Show me the weather of {x}.",
-    ),
-    Split.HELD_OUT: (
-        "Is it sunny in {x}?", "Could you check the weather in {x}?", "How hot is it in {x}?",
-        "What's the weather in {x} now?", "Please tell me what the weather is like in {x}.", "Weather for {x}, please.",
-    ),
-}  # fmt: skip
-CONDITIONS = (
-    "sunny",
-    "cloudy",
-    "rainy",
-    "windy",
-    "snowy",
-    "foggy",
-    "clear",
-    "stormy",
-    "partly cloudy",
-    "light rain",
-)
+"""How services call the two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,19 +89,12 @@ def weather_tool(rng: Random) -> tuple[Tool, str]:
     parameter = rng.choice(("location", "location", "location", "city", "place"))
     described: dict[str, object] = {"type": "string"}
     if rng.random() < 0.6:
-        described["description"] = rng.choice(
-            ("The city", "City name", "City and country", "The place to look up", "Name of the city", "A city",
-             "The city and state, e.g. San Francisco, CA", "City and country e.g. Bogotá, Colombia")
-        )  # fmt: skip
+        described["description"] = rng.choice(PLACE_DESCRIPTIONS)
     properties: dict[str, dict[str, object]] = {parameter: described}
     if rng.random() < 0.25:
         unit = rng.choice(("unit", "units", "format"))
         properties[unit] = {"type": "string", "enum": ["celsius", "fahrenheit"]}
-    description = rng.choice(
-        ("Get the weather.", "Get the current weather in a city.", "Gets the weather for a location.",
-         "Returns the weather at a place", "Get current temperature for a given location.", "Weather of a place.",
-         "Get weather", "Get the current weather in a given location", "")
-    )  # fmt: skip
+    description = rng.choice(WEATHER_DESCRIPTIONS)
     return Tool(name, description, _schema(rng, properties, [parameter])), parameter
 
 
@@ -188,8 +104,7 @@ def weather_result(rng: Random) -> str:
     if rng.random() < 0.25:
         unit = rng.choice((" degrees", "°C", " C", " degrees Celsius"))
         return rng.choice((f"{condition}, {temperature}{unit}", f"{temperature}{unit} and {condition}"))
-    names = rng.choice((("temperature", "condition"), ("temp", "sky"), ("temperature", "conditions"), ("t", "c"),
-                        ("temperature_c", "forecast"), ("degrees", "weather"), ("temp_c", "summary")))  # fmt: skip
+    names = rng.choice(TEMPERATURE_AND_SKY)
     result: dict[str, object] = {names[0]: temperature, names[1]: condition}
     if rng.random() < 0.3:
         result["unit"] = rng.choice(("celsius", "C"))
@@ -273,9 +188,15 @@ def query(rng: Random, split: Split, words: WordSource) -> Request:
     value: str | int = rng.randint(0, 999) if number else value_for(rng, words)
     described = _described(rng, "integer" if number else "string", f"The {shown}")
     description = rng.choice(
-        (f"{verb.capitalize()} the {noun} of a {shown}.", f"Returns the {noun} for a {shown}", f"Get the {noun}.",
-         f"Gives the {noun} of the given {shown}.", f"{verb.capitalize()} {noun}", f"The {noun} of a {shown}.")
-    )  # fmt: skip
+        (
+            f"{verb.capitalize()} the {noun} of a {shown}.",
+            f"Returns the {noun} for a {shown}",
+            f"Get the {noun}.",
+            f"Gives the {noun} of the given {shown}.",
+            f"{verb.capitalize()} {noun}",
+            f"The {noun} of a {shown}.",
+        )
+    )
     tool = Tool(name, description, _schema(rng, {parameter: described}, [parameter]))
     if rng.random() < 0.35:
         phrasing = pick(rng, FRAMES, split)
@@ -317,9 +238,15 @@ def command(rng: Random, split: Split, words: WordSource) -> Request:
     phrasing = pick(rng, forms, split)
     text = fill(phrasing, V=verb.capitalize(), v=verb, n=noun, f=name, a=" and ".join(spoken))
     result = rng.choice(
-        (dump(rng, {"status": "ok"}), "ok", "done", dump(rng, {"result": _result_value(rng, words)}),
-         dump(rng, {"success": True}), dump(rng, {"error": f"no such {noun}"}))
-    )  # fmt: skip
+        (
+            dump(rng, {"status": "ok"}),
+            "ok",
+            "done",
+            dump(rng, {"result": _result_value(rng, words)}),
+            dump(rng, {"success": True}),
+            dump(rng, {"error": f"no such {noun}"}),
+        )
+    )
     first = next(iter(arguments))
     value = arguments[first]
     call = call_of(name, arguments)

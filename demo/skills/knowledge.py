@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from antiphon.demo.dialogue import AssistantTurn, Effort, Example, Expect, Split, UserTurn, split_of
-from antiphon.demo.phrasing import FRAMES, by_effort, dress, fill, pick
+from antiphon.demo.phrasing import FRAMES, by_effort, dress, fill, phrases, pick
 from antiphon.demo.tables import Relation, aliases, capitalised, relations
 from antiphon.demo.words import WordSource
 
@@ -25,60 +25,9 @@ RELATION_WEIGHTS = {
     "amount": 3.0,
 }
 
-UNKNOWN_RELATIONS = {
-    Split.TRAIN: (
-        "population", "president", "prime minister", "king", "national anthem", "highest mountain", "longest river",
-        "flag", "area", "language", "official language", "largest lake", "national dish", "history", "economy",
-        "time zone", "phone code", "oldest city", "best restaurant", "coat of arms", "head of state", "climate",
-        "melting point", "boiling point", "density", "color", "price", "discoverer", "inventor", "mass", "radius",
-        "distance", "moons", "temperature", "age", "weight", "height", "email address", "phone number", "birthday",
-        "author", "director", "founder", "owner", "meaning", "origin", "birthplace", "wife", "husband", "mother",
-        "favorite food", "secret", "password", "number of inhabitants", "smallest island", "main export", "religion",
-        "stock price", "score", "winner", "captain", "nickname", "address", "opening hours", "second largest city",
-    ),
-    Split.HELD_OUT: (
-        "largest city", "queen", "national animal", "freezing point", "gravity", "biggest river", "chief executive",
-        "most famous singer", "football champion", "number of islands", "oldest university", "life expectancy",
-    ),
-}  # fmt: skip
-UNKNOWN_QUESTIONS = {
-    Split.TRAIN: (
-        "Who is {p}?", "Who was {p}?", "When was {p} born?", "Where does {p} live?", "How old is {p}?",
-        "Who invented the {w}?", "Who wrote {t}?", "When did the {w} war end?", "Why is the {w} so {v}?",
-        "What happened in {y}?", "Who won the {w} cup in {y}?", "How many people live in {e}?", "Who rules {e}?",
-        "Which languages are spoken in {e}?", "Who discovered {e}?", "How tall is the {w} of {e}?",
-        "What is the best {w} in {e}?", "How much does a {w} cost?", "Where can I buy a {w}?", "What is a {w}?",
-        "How do I repair a {w}?", "How far is it from {e} to {e2}?", "When was {e} founded?", "What is {t} about?",
-        "What did {p} do in {y}?", "Is {p} married?", "What does {w} mean?", "How big is {e}?", "Why do {w}s {v}?",
-        "Who directed {t}?", "What year was the {w} invented?", "Explain the {w} to me.", "Which {w} is the best?",
-        "How many {w}s are there in {e}?", "What is the {w} of {p}?", "Who owns the {w}?", "Did {p} win in {y}?",
-        "Tell me about {p}.", "Tell me about {e}.", "Tell me about the {w}.", "What will happen tomorrow in {e}?",
-        "Will it rain in {e} tomorrow?", "What's the weather in {e}?", "What is the weather like in {e} today?",
-        "What is the news today?", "What time is it?", "What time is it in {e}?", "Where is {p}?", "Where am I?",
-        "How is the stock of {p} doing?", "What should I eat in {e}?", "Who sings {t}?", "What is {p} famous for?",
-    ),
-    Split.HELD_OUT: (
-        "Who painted {t}?", "When did {p} die?", "Which team won the {w} league?", "What is the {v} {w} made of?",
-        "Who founded {e}?", "How long does a flight from {e} to {e2} take?", "Why did {p} leave {e}?",
-        "Who is the {w} of {e}?", "How fast is a {w}?", "What is the theory of {w}?", "How deep is the {w}?",
-        "Is it sunny in {e} right now?",
-    ),
-}  # fmt: skip
-UNKNOWN_TASKS = {
-    Split.TRAIN: (
-        "Write a poem about {w}.", "Write a story about a {w}.", "Translate '{w} {v}' into French.",
-        "Write a Python program that sorts {w}s.", "Draw a {w}.", "Summarize {t}.", "Write an essay on {w}.",
-        "Tell me a joke.", "Tell me a joke about {w}s.", "Sing a song.", "Write a haiku.", "Plan a trip to {e}.",
-        "Recommend a book about {w}.", "Give me a recipe with {w}.", "Write an email to {p}.", "Fix my code.",
-        "Play a game with me.", "Write a SQL query for {w}s.", "Send a message to {p}.", "Order a {w} for me.",
-        "Solve the equation x^2 = {y}.", "Prove that {w} is {v}.", "Write a letter to my {w}.", "Debug this program.",
-        "Make a list of {w}s.", "Design a {w} for me.", "Set an alarm.", "Open the {w}.", "Book a {w} for tomorrow.",
-    ),
-    Split.HELD_OUT: (
-        "Compose a song about {w}.", "Translate {w} to German.", "Write a short story.", "Paint a {w} for me.",
-        "Write me a limerick.", "Call {p} for me.", "Write a JavaScript function for {w}s.", "Rewrite this text.",
-    ),
-}  # fmt: skip
+UNKNOWN_RELATIONS = phrases("unknown_relations")
+UNKNOWN_QUESTIONS = phrases("unknown_questions")
+UNKNOWN_TASKS = phrases("unknown_tasks")
 
 
 @dataclass(frozen=True, slots=True)

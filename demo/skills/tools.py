@@ -18,7 +18,7 @@ from antiphon.demo.dialogue import (
     Turn,
     UserTurn,
 )
-from antiphon.demo.phrasing import by_effort, fill, pick
+from antiphon.demo.phrasing import by_effort, fill, phrases, pick
 from antiphon.demo.skills.arithmetic import arithmetic
 from antiphon.demo.skills.chat import chat
 from antiphon.demo.skills.copying import copying
@@ -28,17 +28,7 @@ from antiphon.demo.words import WordSource
 
 Maker = Callable[[Random, Split, Effort, WordSource], Example]
 
-AGAIN = {
-    Split.TRAIN: (
-        "And {x}?",
-        "And for {x}?",
-        "What about {x}?",
-        "Now {x}.",
-        "And the same for {x}?",
-        "Same for {x}.",
-    ),
-    Split.HELD_OUT: ("How about {x}?", "And now {x}?"),
-}
+AGAIN = phrases("call_again")
 
 
 def make_request(rng: Random, split: Split, words: WordSource, generic: bool) -> Request:

@@ -1,4 +1,4 @@
-"""Training and held-out examples: disjoint, right by their own judge, and rendered as openai-harmony renders."""
+"""Training and held-out examples: disjoint, right by their own judge, rendered as openai-harmony renders."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from antiphon.protocol.errors import CheckpointError
 SMALL = dataclasses.replace(
     TINY, num_hidden_layers=2, hidden_size=128, intermediate_size=128, vocab_size=201_088
 )
-TOKEN_IDS = tuple(range(0, 600, 3)) + (199_999, 200_002, 200_006, 200_012)
+TOKEN_IDS = (*range(0, 600, 3), 199_999, 200_002, 200_006, 200_012)
 
 
 @pytest.fixture(scope="module")
