@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def layer_error(
     layer: Layer, gate_up: ExpertMatrix, down: ExpertMatrix, x: Tensor, routing: Routing
 ) -> float:
     """Relative L2 of the whole layer against the plain op in float32, poisoned first."""
-    layer.workspace.hidden.fill_(float("nan"))
+    layer.workspace.hidden.fill_(0x7F)  # NaN
     layer.workspace.partial.fill_(float("nan"))
     out = decode.moe_streamed(x, routing, layer.experts, layer.workspace, torch.full_like(x, float("nan")))
     used, local = torch.unique(routing.expert_ids, return_inverse=True)
@@ -138,7 +138,7 @@ def decode_point(
     error = layer_error(first, *matrices, x, routing)
     times = measure(layers, tokens, plan, rounds=max(1, 64 // (len(layers) * tokens)))
     print(
-        f"{model:5s} B={tokens:<4d} tile={plan.token_tile:<2d} "
+        f"{model:5s} B={tokens:<4d} tile={plan.token_tile:<2d} contiguous={int(plan.contiguous)} "
         f"pdl={int(plan.overlap)} err {error:8.1e} {'ok ' if error <= BOUND else 'BAD'}"
         f" experts {times['experts']:7.1f} layer {times['layer']:7.1f} route {times['route']:5.1f}"
         f" floor {times['floor']:6.1f} us  {times['floor'] / times['experts']:.2f}",
@@ -149,7 +149,7 @@ def decode_point(
         "kernel": "moe_streamed",
         "model": model,
         "batch": tokens,
-        "plan": {"token_tile": plan.token_tile, "overlap": plan.overlap},
+        "plan": asdict(plan),
         "error": error,
         "ok": error <= BOUND,
         "value": times["layer"],
@@ -160,12 +160,17 @@ def decode_point(
 
 
 def plans_to_try(tokens: int, experts: int, tune: bool) -> list[LaunchPlan]:
-    """The default plan, and with ``tune`` the same without overlap and the other tiles."""
+    """The default plan, and with ``tune`` its neighbours, one property changed at a time."""
     default = decode.plan_launch(tokens, experts)
     if not tune:
         return [default]
     tiles = [tile for tile in decode.TOKEN_TILES if tile != default.token_tile and tile <= max(8, tokens)]
-    return [default, LaunchPlan(default.token_tile, overlap=False), *(LaunchPlan(tile) for tile in tiles)]
+    return [
+        default,
+        replace(default, overlap=False),
+        replace(default, contiguous=not default.contiguous),
+        *(replace(default, token_tile=tile) for tile in tiles),
+    ]
 
 
 def decode_table(
@@ -215,8 +220,8 @@ def prefill_point(
     weights = torch.softmax(torch.randn(tokens, 4, device="cuda"), -1).bfloat16()
     error = fp8_error(x, ids, weights, layers[0], workspace)
     parts: dict[str, Sequence[Callable[[], object]]] = {
-        "rank": [partial(prefill.route, ids, workspace)],
-        "quantise": [partial(prefill.quantise, x, ids, weights, workspace)],
+        "rank": [partial(prefill.route, ids, workspace)] * 8,
+        "quantise": [partial(prefill.quantise, x, ids, weights, workspace)] * 8,
         "experts": [partial(prefill.run_experts, layer, workspace) for layer in layers],
         "layer": [partial(prefill.moe_fp8, x, ids, weights, layer, workspace) for layer in layers],
     }

@@ -1,8 +1,8 @@
 """The MoE of a small batch on sm_90: MXFP4 weights streamed once, bf16 activations, deterministic combine.
 
-Four launches a layer: route (logits, top-4, softmax, grouping), gate/up with SwiGLU, down with the routing
-weight, combine (optionally with the residual add and the next norm). Each may overlap its predecessor's end
-through programmatic dependent launch; ``overlap`` turns that on.
+Five launches a layer: route (logits, top-4, softmax, grouping), split (activations into two e4m3 parts),
+gate/up with SwiGLU, down with the routing weight, combine (optionally with the residual add and the next
+norm). Each may overlap its predecessor's end (programmatic dependent launch) when the plan says ``overlap``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ class LaunchPlan:
 
     Attributes:
         token_tile: tokens of one expert that share one pass over its weights (4, 8, 16 or 24).
+        contiguous: an SM works on a run of neighbouring weight tiles and seldom changes its tokens; otherwise
+            all SMs work on neighbours, and the next tokens must fit beside the present ones (tiles 4 and 8).
         overlap: programmatic dependent launch.
     """
 
     token_tile: int
+    contiguous: bool
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -42,13 +45,14 @@ class LaunchPlan:
 def plan_launch(tokens: int, experts: int) -> LaunchPlan:
     """The plan for ``tokens`` tokens spread evenly over ``experts`` experts of the model.
 
-    A tile holds the mean load of an expert and two standard deviations, since an expert with two tiles reads
-    its weights twice; a larger tile leaves less shared memory for bytes in flight.
+    A tile holds the mean load of an expert and 1.4 standard deviations: an expert with two tiles reads its
+    weights twice, and a larger tile leaves less shared memory for bytes in flight. The factor, and that
+    scattered work pays only for a lightly loaded small model, were measured (docs/perf-log.md).
     """
     mean = tokens * TOP_K / experts
-    load = min(tokens, mean + 2.0 * math.sqrt(mean))
+    load = min(tokens, mean + 1.4 * math.sqrt(mean))
     tile = next((size for size in TOKEN_TILES if load <= size), TOKEN_TILES[-1])
-    return LaunchPlan(token_tile=tile)
+    return LaunchPlan(token_tile=tile, contiguous=mean > 1 or experts > 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,11 @@ class Routing:
     tiles: Tensor
     tile_count: Tensor
     plan: LaunchPlan
+
+
+def max_tiles(pairs: int, experts: int, token_tile: int) -> int:
+    """Token tiles that ``pairs`` (token, k) pairs need at most."""
+    return min(pairs, experts + pairs // token_tile)
 
 
 class MoeWorkspace:
@@ -105,7 +114,7 @@ class MoeWorkspace:
             raise ValueError(f"experts {first_expert} + {self.experts} are not within {all_experts}")
         self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
         pairs = max_tokens * TOP_K
-        tiles = min(pairs, self.experts + pairs // TOKEN_TILES[0])
+        tiles = max_tiles(pairs, self.experts, TOKEN_TILES[0])
         self.expert_ids = torch.empty(max_tokens, TOP_K, dtype=torch.int64, device=device)
         self.expert_weights = torch.empty(max_tokens, TOP_K, dtype=torch.bfloat16, device=device)
         self.order = torch.empty(pairs, dtype=torch.int32, device=device)
@@ -113,7 +122,11 @@ class MoeWorkspace:
         self.tile_count = torch.zeros(1, dtype=torch.int32, device=device)
         self.logits = torch.empty(max_tokens, all_experts, dtype=torch.float32, device=device)
         self.tickets = torch.zeros(1 + max_tokens, dtype=torch.int32, device=device)
-        self.hidden = torch.empty(pairs, DIM, dtype=torch.bfloat16, device=device)
+        # Activations of a token: 2880 columns in two e4m3 parts.
+        tile_bytes = max(max_tiles(pairs, self.experts, tile) * tile for tile in TOKEN_TILES) * 2 * DIM
+        self.activations = torch.empty(tile_bytes, dtype=torch.uint8, device=device)
+        self.hidden = torch.empty(tile_bytes, dtype=torch.uint8, device=device)
+        self.scale = torch.empty(pairs, dtype=torch.float32, device=device)
         self.partial = torch.empty(pairs, DIM, dtype=torch.float32, device=device)
 
 
@@ -224,21 +237,29 @@ def moe_add_rms_norm(
 
 
 def run_experts(x: Tensor, routing: Routing, experts: StreamedExperts, workspace: MoeWorkspace) -> None:
-    """Both projections, without the combine: x -> workspace.hidden -> workspace.partial."""
+    """Split and both projections, without the combine: x -> workspace.hidden -> workspace.partial."""
     if experts.experts != workspace.experts:
         raise ValueError(f"weights of {experts.experts} experts, the workspace is for {workspace.experts}")
     plan = routing.plan
-    grouping = (routing.order.data_ptr(), routing.tiles.data_ptr(), routing.tile_count.data_ptr())
+    tiles = (routing.tiles.data_ptr(), routing.tile_count.data_ptr())
+    hidden = workspace.hidden.data_ptr()
+    activations, scale = workspace.activations.data_ptr(), workspace.scale.data_ptr()
+    shape = (plan.token_tile, int(plan.contiguous), workspace.blocks, int(plan.overlap))
+    limit = max_tiles(x.shape[0] * TOP_K, workspace.experts, plan.token_tile)
+    launch(
+        "split",
+        *(x.data_ptr(), routing.order.data_ptr(), *tiles, activations, scale),
+        *(TOP_K, plan.token_tile, limit, int(plan.overlap)),
+    )
     launch(
         "gate_up",
-        *(experts.gate_up.data_ptr(), experts.gate_up_bias.data_ptr(), x.data_ptr(), *grouping),
-        *(workspace.hidden.data_ptr(), TOP_K, plan.token_tile, workspace.blocks, int(plan.overlap)),
+        *(experts.gate_up.data_ptr(), experts.gate_up_bias.data_ptr(), activations, scale),
+        *(*tiles, hidden, *shape),
     )
     launch(
         "down",
-        *(experts.down.data_ptr(), experts.down_bias.data_ptr(), workspace.hidden.data_ptr(), *grouping),
-        *(routing.expert_weights.data_ptr(), workspace.partial.data_ptr()),
-        *(plan.token_tile, workspace.blocks, int(plan.overlap)),
+        *(experts.down.data_ptr(), experts.down_bias.data_ptr(), hidden, routing.order.data_ptr(), *tiles),
+        *(routing.expert_weights.data_ptr(), workspace.partial.data_ptr(), *shape),
     )
 
 

