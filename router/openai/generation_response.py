@@ -35,8 +35,6 @@ from antiphon.router.transport_abort import abort_connection
 
 log = structlog.get_logger("antiphon.router.api")
 
-JSON_HEADERS = {"content-type": "application/json"}
-
 
 class AnswerWriter(Protocol):
     """Turns the events of a request's generations into bytes. One writer per request."""
@@ -187,12 +185,15 @@ class GenerationResponse(Response):
         if more and not (body and self._writer.streams):
             return
         if not self._started:
-            await self._start(send)
+            await self._start(send, len(body))
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def _start(self, send: Send) -> None:
+    async def _start(self, send: Send, document_bytes: int) -> None:
         self._started = True
-        headers = STREAM_HEADERS if self._writer.streams else JSON_HEADERS
+        if self._writer.streams:
+            headers = STREAM_HEADERS
+        else:
+            headers = {"content-type": "application/json", "content-length": str(document_bytes)}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
 
