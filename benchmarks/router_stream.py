@@ -150,7 +150,8 @@ async def read_streams(url: str, streams: int) -> list[list[float]]:
         while b"[DONE]" not in tail:
             data = tail[-32:] + await reader.read(1 << 16)
             now = time.monotonic()
-            # An event may be cut in two: the end of the last read is looked at again, its own matches are not.
+            # An event may be cut in two: the end of the last read is looked at again,
+            # but not its own matches.
             count = data.count(b'"delta":{"content":') - tail[-32:].count(b'"delta":{"content":')
             arrivals.extend([now] * count)
             tail = data
