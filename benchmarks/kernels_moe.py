@@ -138,7 +138,7 @@ def decode_point(
     error = layer_error(first, *matrices, x, routing)
     times = measure(layers, tokens, plan, rounds=max(1, 64 // (len(layers) * tokens)))
     print(
-        f"{model:5s} B={tokens:<4d} tile={plan.token_tile:<2d} contiguous={int(plan.contiguous)} "
+        f"{model:5s} B={tokens:<4d} tile={plan.token_tile:<2d} "
         f"pdl={int(plan.overlap)} err {error:8.1e} {'ok ' if error <= BOUND else 'BAD'}"
         f" experts {times['experts']:7.1f} layer {times['layer']:7.1f} route {times['route']:5.1f}"
         f" floor {times['floor']:6.1f} us  {times['floor'] / times['experts']:.2f}",
@@ -168,7 +168,6 @@ def plans_to_try(tokens: int, experts: int, tune: bool) -> list[LaunchPlan]:
     return [
         default,
         replace(default, overlap=False),
-        replace(default, contiguous=not default.contiguous),
         *(replace(default, token_tile=tile) for tile in tiles),
     ]
 

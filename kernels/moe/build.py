@@ -25,12 +25,10 @@ _POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     # x, order, tiles, tile_count, activations, scale, top_k, token_tile, max_tiles, overlap, stream
     "antiphon_moe_split": (*(_POINTER,) * 6, *(_NUMBER,) * 4, _POINTER),
-    # weights, bias, activations, scale, tiles, tile_count, hidden, token_tile, contiguous, grid, overlap,
-    # stream
-    "antiphon_moe_gate_up": (*(_POINTER,) * 7, *(_NUMBER,) * 4, _POINTER),
-    # weights, bias, hidden, order, tiles, tile_count, pair_weight, partial, token_tile, contiguous, grid,
-    # overlap, stream
-    "antiphon_moe_down": (*(_POINTER,) * 8, *(_NUMBER,) * 4, _POINTER),
+    # weights, bias, activations, scale, tiles, tile_count, hidden, token_tile, grid, overlap, stream
+    "antiphon_moe_gate_up": (*(_POINTER,) * 7, *(_NUMBER,) * 3, _POINTER),
+    # weights, bias, hidden, order, tiles, tile_count, pair_weight, partial, token_tile, grid, overlap, stream
+    "antiphon_moe_down": (*(_POINTER,) * 8, *(_NUMBER,) * 3, _POINTER),
     # ids, pairs, order, tiles, tile_count, first_expert, experts, token_tile, overlap, stream
     "antiphon_moe_group": (_POINTER, _NUMBER, *(_POINTER,) * 3, *(_NUMBER,) * 4, _POINTER),
     # x, weight, bias, logits, ids, weights, tickets, tokens, all_experts, order, tiles, tile_count,

@@ -28,13 +28,10 @@ class LaunchPlan:
 
     Attributes:
         token_tile: tokens of one expert that share one pass over its weights (4, 8, 16 or 24).
-        contiguous: an SM works on a run of neighbouring weight tiles and seldom changes its tokens; otherwise
-            all SMs work on neighbours, and the next tokens must fit beside the present ones (tiles 4 and 8).
         overlap: programmatic dependent launch.
     """
 
     token_tile: int
-    contiguous: bool
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -46,13 +43,13 @@ def plan_launch(tokens: int, experts: int) -> LaunchPlan:
     """The plan for ``tokens`` tokens spread evenly over ``experts`` experts of the model.
 
     A tile holds the mean load of an expert and 1.4 standard deviations: an expert with two tiles reads its
-    weights twice, and a larger tile leaves less shared memory for bytes in flight. The factor, and that
-    scattered work pays only for a lightly loaded small model, were measured (docs/perf-log.md).
+    weights twice, and a larger tile leaves less shared memory for bytes in flight. The factor was measured
+    (docs/perf-log.md).
     """
     mean = tokens * TOP_K / experts
     load = min(tokens, mean + 1.4 * math.sqrt(mean))
     tile = next((size for size in TOKEN_TILES if load <= size), TOKEN_TILES[-1])
-    return LaunchPlan(token_tile=tile, contiguous=mean > 1 or experts > 32)
+    return LaunchPlan(token_tile=tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +241,7 @@ def run_experts(x: Tensor, routing: Routing, experts: StreamedExperts, workspace
     tiles = (routing.tiles.data_ptr(), routing.tile_count.data_ptr())
     hidden = workspace.hidden.data_ptr()
     activations, scale = workspace.activations.data_ptr(), workspace.scale.data_ptr()
-    shape = (plan.token_tile, int(plan.contiguous), workspace.blocks, int(plan.overlap))
+    shape = (plan.token_tile, workspace.blocks, int(plan.overlap))
     limit = max_tiles(x.shape[0] * TOP_K, workspace.experts, plan.token_tile)
     launch(
         "split",

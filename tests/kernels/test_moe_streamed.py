@@ -101,14 +101,13 @@ def test_wrong_shapes_and_nan_scales_are_refused() -> None:
 
 
 def test_plans() -> None:
-    assert plan_launch(1, 32) == LaunchPlan(token_tile=4, contiguous=False)
-    assert plan_launch(1, 128) == LaunchPlan(token_tile=4, contiguous=True)
+    assert plan_launch(1, 32) == LaunchPlan(token_tile=4)
     tiles = {tokens: plan_launch(tokens, 32).token_tile for tokens in (4, 8, 16, 32, 64, 128, 512)}
     assert tiles == {4: 4, 8: 4, 16: 4, 32: 8, 64: 16, 128: 24, 512: 24}
     assert plan_launch(64, 128).token_tile == 4
     assert plan_launch(128, 128).token_tile == 8
     with pytest.raises(ValueError, match="token_tile"):
-        LaunchPlan(token_tile=12, contiguous=True)
+        LaunchPlan(token_tile=12)
 
 
 def test_a_library_that_was_not_built_is_a_clear_error(

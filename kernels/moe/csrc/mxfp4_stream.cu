@@ -16,19 +16,15 @@
 namespace antiphon::stream {
 namespace {
 
-// The items of this block, in order.
+// The items of this block: a run of neighbours, so that it changes its token tile rarely.
 struct Schedule {
-  int first, step, count;
-  __device__ __forceinline__ int at(int i) const { return first + i * step; }
+  int first, count;
 };
 
 __device__ __forceinline__ Schedule schedule(const Arguments& a) {
-  const int total = *a.tile_count * a.row_tiles, block = blockIdx.x, blocks = gridDim.x;
-  if (a.contiguous) {
-    const int first = static_cast<int>(static_cast<long long>(total) * block / blocks);
-    return {first, 1, static_cast<int>(static_cast<long long>(total) * (block + 1) / blocks) - first};
-  }
-  return {block, blocks, total > block ? (total - block + blocks - 1) / blocks : 0};
+  const long long total = *a.tile_count * a.row_tiles;
+  const int first = static_cast<int>(total * blockIdx.x / gridDim.x);
+  return {first, static_cast<int>(total * (blockIdx.x + 1) / gridDim.x) - first};
 }
 
 // Two registers of four e4m3 bytes out of eight packed FP4 codes. Per byte, bits 7 4 3 2 are sign, exponent
@@ -91,7 +87,7 @@ template <int TOKENS>
 __device__ __forceinline__ void stream_weights(const Arguments& a, const Schedule& work, Ring<TOKENS> ring) {
   constexpr int kGroups = Geometry<TOKENS>::kGroups, kGroupStages = kStages / kGroups;
   for (int i = 0; i < work.count; ++i) {
-    const int index = work.at(i), tile = index / a.row_tiles;
+    const int index = work.first + i, tile = index / a.row_tiles;
     const size_t row_tile = static_cast<size_t>(a.tiles[tile].x) * a.row_tiles + index % a.row_tiles;
     const uint8_t* source = a.weights + row_tile * kStages * kStageBytes;
     for (int s = 0; s < kGroupStages; ++s) {
@@ -105,7 +101,7 @@ template <int TOKENS>
 __device__ __forceinline__ void stream_activations(const Arguments& a, const Schedule& work, TileBuffers<TOKENS> buffers) {
   int loaded = -1;
   for (int i = 0; i < work.count; ++i) {
-    const int tile = work.at(i) / a.row_tiles;
+    const int tile = (work.first + i) / a.row_tiles;
     if (tile == loaded) continue;
     loaded = tile;
     buffers.fill(a.activations + static_cast<size_t>(tile) * ActivationTile<TOKENS>::kBytes);
@@ -121,7 +117,7 @@ __device__ __forceinline__ void consume(const Arguments& a, const Schedule& work
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, g = lane / 4;
   int loaded = -1;
   for (int i = 0; i < work.count; ++i) {
-    const int index = work.at(i), tile = index / a.row_tiles, row_tile = index % a.row_tiles;
+    const int index = work.first + i, tile = index / a.row_tiles, row_tile = index % a.row_tiles;
     if (tile != loaded) {
       loaded = tile;
       buffers.next();
@@ -222,7 +218,7 @@ cudaError_t start(int token_tile, const Arguments& a, int grid, void* stream, in
 // hidden tile = split(swiglu(gate_up[expert] x + bias)), from the tiles and scales that antiphon_moe_split wrote.
 extern "C" int antiphon_moe_gate_up(const void* weights, const void* bias, const void* activations,
                                     const float* scale, const void* tiles, const int* tile_count, void* hidden,
-                                    int token_tile, int contiguous, int grid, int overlap, void* stream) {
+                                    int token_tile, int grid, int overlap, void* stream) {
   namespace stream_ = antiphon::stream;
   const stream_::Arguments a = {static_cast<const uint8_t*>(weights),
                                 static_cast<const __nv_bfloat16*>(bias),
@@ -233,15 +229,14 @@ extern "C" int antiphon_moe_gate_up(const void* weights, const void* bias, const
                                 nullptr,
                                 nullptr,
                                 hidden,
-                                2 * stream_::kDim / stream_::kTileRows,
-                                contiguous};
+                                2 * stream_::kDim / stream_::kTileRows};
   return stream_::start<true>(token_tile, a, grid, stream, overlap);
 }
 
 // partial[pair, 2880] = weight[pair] * (down[expert] hidden + bias), float32.
 extern "C" int antiphon_moe_down(const void* weights, const void* bias, const void* hidden, const int* order,
                                  const void* tiles, const int* tile_count, const void* pair_weight, float* partial,
-                                 int token_tile, int contiguous, int grid, int overlap, void* stream) {
+                                 int token_tile, int grid, int overlap, void* stream) {
   namespace stream_ = antiphon::stream;
   const stream_::Arguments a = {static_cast<const uint8_t*>(weights),
                                 static_cast<const __nv_bfloat16*>(bias),
@@ -252,7 +247,6 @@ extern "C" int antiphon_moe_down(const void* weights, const void* bias, const vo
                                 order,
                                 static_cast<const __nv_bfloat16*>(pair_weight),
                                 partial,
-                                stream_::kDim / stream_::kTileRows,
-                                contiguous};
+                                stream_::kDim / stream_::kTileRows};
   return stream_::start<false>(token_tile, a, grid, stream, overlap);
 }

@@ -44,7 +44,6 @@ struct Arguments {
   const __nv_bfloat16* pair_weight;  // [pairs], second projection
   void* out;                         // activation tiles, or float32 [pairs, kDim]
   int row_tiles;
-  int contiguous;  // a block's items: a run of neighbours, or every gridDim.x-th
 };
 
 }  // namespace antiphon::stream
