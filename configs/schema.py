@@ -137,6 +137,18 @@ class RouterConfig(Section):
     """File of accepted API keys, one per line, read again when it changes; ANTIPHON_API_KEYS adds more."""
     response_store: ResponseStoreConfig = ResponseStoreConfig()
     """Where stored responses are kept."""
+    tls_certificate_file: str | None = None
+    """PEM file of the certificate chain; with it and its key the API is HTTPS."""
+    tls_key_file: str | None = None
+    """PEM file of the certificate's private key."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the API from a browser; none unless named, ``*`` is all."""
+
+    @pydantic.model_validator(mode="after")
+    def _certificate_has_its_key(self) -> RouterConfig:
+        if (self.tls_certificate_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_certificate_file and tls_key_file go together: one is missing")
+        return self
 
 
 class RayConfig(Section):

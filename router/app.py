@@ -8,7 +8,9 @@ from importlib.metadata import version
 import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 
 from antiphon.router.api_keys import ApiKeys
 from antiphon.router.http_boundary import (
@@ -72,9 +74,18 @@ def create_app(context: ApiContext, is_draining: Callable[[], bool]) -> FastAPI:
     return app
 
 
-def wrap_app(app: FastAPI, context: ApiContext, keys: ApiKeys) -> HttpBoundary:
-    """The application as it is served."""
-    return HttpBoundary(app, context.metrics, keys)
+def wrap_app(app: FastAPI, context: ApiContext, keys: ApiKeys) -> ASGIApp:
+    """The application as it is served; cross-origin answers come before keys, as browsers send none then."""
+    boundary = HttpBoundary(app, context.metrics, keys)
+    if not context.config.cors_origins:
+        return boundary
+    return CORSMiddleware(
+        boundary,
+        allow_origins=context.config.cors_origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after"),
+    )
 
 
 def _add_generation(app: FastAPI, context: ApiContext) -> None:

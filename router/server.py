@@ -11,12 +11,13 @@ import contextlib
 import errno
 import socket
 import sqlite3
+import ssl
 from collections.abc import Iterator
 
 import structlog
 import uvicorn
 
-from antiphon.configs.schema import DeploymentConfig, ResponseStoreConfig
+from antiphon.configs.schema import DeploymentConfig, ResponseStoreConfig, RouterConfig
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Topology
 from antiphon.router.admission import Admission
@@ -79,10 +80,11 @@ class RouterServer:
         """Listen and link.
 
         Raises:
-            ConfigError: the port is in use or may not be used; the key file cannot be read.
+            ConfigError: the port is in use or may not be used; a file of keys or certificates cannot be read.
         """
         router = self._config.router
         keys = ApiKeys(router.api_key_file)
+        check_certificate(router)
         listener = bind_socket(router.host, router.port)
         host, port = listener.getsockname()[:2]
         metrics = RouterMetrics(self._model.name)
@@ -106,6 +108,8 @@ class RouterServer:
                 date_header=True,
                 timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
                 timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+                ssl_certfile=router.tls_certificate_file,
+                ssl_keyfile=router.tls_key_file,
             )
         )
         await self._gateway.start(dispatcher)
@@ -115,7 +119,8 @@ class RouterServer:
                 self._serving.result()
                 raise RuntimeError("the HTTP server ended while it started")
             await asyncio.sleep(0.005)
-        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "https" if router.tls_certificate_file is not None else "http"
+        self._url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("router_started", url=self._url, model=self._model.name)
 
     def set_topology(self, topology: Topology) -> None:
@@ -160,6 +165,25 @@ def open_store(config: ResponseStoreConfig) -> SqliteResponseStore:
         return SqliteResponseStore(config.path, max_bytes=config.max_bytes, max_age_s=config.max_age_s)
     except sqlite3.Error as error:
         raise ConfigError(f"router.response_store.path {config.path}: {error}") from error
+
+
+def check_certificate(config: RouterConfig) -> None:
+    """See that the files of HTTPS can be used, where they are configured.
+
+    Raises:
+        ConfigError: names the files and what is wrong.
+    """
+    if config.tls_certificate_file is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            config.tls_certificate_file, config.tls_key_file
+        )
+    except OSError as error:  # ssl.SSLError is one
+        files = (
+            f"router.tls_certificate_file {config.tls_certificate_file}, tls_key_file {config.tls_key_file}"
+        )
+        raise ConfigError(f"{files}: {error.strerror or error}") from error
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
