@@ -2,7 +2,7 @@
 
 One NIXL write of a fixed number of bytes is split into equal runs that are neighbours on neither side, from
 one process's registered host memory into another's. Both ends poll as a worker's transfer thread does.
-Reported: the time from posting to completion (median), GB/s (1e9 bytes), and the time that posting itself takes.
+Reported: the time from posting to completion (median), GB/s (1e9 bytes), and the time that posting takes.
 
     python -m antiphon.benchmarks.kv_transfer --out benchmarks/results/kv_transfer.json
 """

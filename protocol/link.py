@@ -17,55 +17,26 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import zmq
 
 from antiphon.protocol.codec import decode, encode
+from antiphon.protocol.conversation import Conversation
 from antiphon.protocol.errors import ConfigError, WireError
 from antiphon.protocol.identity import WorkerAddress
 from antiphon.protocol.link_dialer import FAREWELL_LINGER_MS, Dialer
+from antiphon.protocol.link_handler import LinkHandler
 from antiphon.protocol.link_settings import LinkSettings
 from antiphon.protocol.link_socket import ListeningSocket
 from antiphon.protocol.link_wire import ClusterKeys, Frame, FrameKind, Greeting, Peer, pack, unpack
-from antiphon.protocol.messages import AnyMessage, Heartbeat, Message
-from antiphon.protocol.session import Session, SessionOverflow
+from antiphon.protocol.messages import Message
 
 __all__ = ["LinkHandler", "LinkNode", "LinkSettings", "Peer"]
 
 FAREWELL = "peer said: "
 """How the reason of ``on_lost`` begins when the peer ended the session in good order."""
 
-_ACKNOWLEDGE_EVERY = 64
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "*", "")
-
-
-class LinkHandler(Protocol):
-    """What a process does with its links. All calls come from the loop's thread."""
-
-    def on_up(self, peer: Peer) -> None:
-        """A session with this peer began."""
-
-    def on_message(self, peer: Peer, message: AnyMessage) -> None:
-        """The peer sent a message."""
-
-    def on_lost(self, peer: Peer, reason: str) -> None:
-        """The session ended; nothing of it will arrive any more."""
-
-
-@dataclass(slots=True)
-class _Conversation:
-    """A session in use, and the connection that carries it now."""
-
-    peer: Peer
-    session_id: int
-    session: Session
-    transmit: Callable[[bytes], bool] | None
-    heard_at: float
-    sent_at: float = 0.0
-    route: bytes = b""
-    overflowed: str | None = None
 
 
 class LinkNode:
@@ -80,9 +51,9 @@ class LinkNode:
         self._keys = ClusterKeys(cluster_token)
         self._handler = handler
         self._settings = settings or LinkSettings()
-        self._lock = threading.Lock()  # guards sessions, which any thread may queue into
-        self._conversations: dict[Peer, _Conversation] = {}
-        self._routes: dict[bytes, _Conversation] = {}
+        self._lock = threading.Lock()  # guards who is there, which any thread may ask
+        self._conversations: dict[Peer, Conversation] = {}
+        self._routes: dict[bytes, Conversation] = {}
         self._dialers: dict[Peer, Dialer] = {}
         self._dirty: set[Peer] = set()
         self._wake_scheduled = False
@@ -126,7 +97,7 @@ class LinkNode:
         """End the session with a peer, and stop dialling it."""
         conversation = self._conversations.get(peer)
         if conversation is not None:
-            self._farewell(conversation, reason)
+            conversation.farewell(reason)
         dialer = self._dialers.pop(peer, None)
         if dialer is not None:
             dialer.close(FAREWELL_LINGER_MS)
@@ -149,7 +120,7 @@ class LinkNode:
             self._tick_handle.cancel()
         self._flush()
         for conversation in list(self._conversations.values()):
-            self._farewell(conversation, "stopped")
+            conversation.farewell("stopped")
         for dialer in self._dialers.values():
             dialer.close(FAREWELL_LINGER_MS)
         if self._listening is not None:
@@ -170,14 +141,10 @@ class LinkNode:
     def send(self, peer: Peer, message: Message) -> bool:
         """Queue a message; False when no session stands with this peer."""
         payload = encode(message)
+        conversation = self._conversations.get(peer)
+        if conversation is None or not conversation.queue(payload):
+            return False
         with self._lock:
-            conversation = self._conversations.get(peer)
-            if conversation is None or conversation.overflowed is not None:
-                return False
-            try:
-                conversation.session.queue(payload)
-            except SessionOverflow as error:
-                conversation.overflowed = f"does not keep up: {error}"
             self._dirty.add(peer)
             wake = not self._wake_scheduled and not self._closed
             self._wake_scheduled = True
@@ -205,48 +172,17 @@ class LinkNode:
             if conversation.overflowed is not None:
                 self._lose(conversation, conversation.overflowed)
             else:
-                self._transmit_unsent(conversation)
-
-    def _transmit_unsent(self, conversation: _Conversation) -> None:
-        if conversation.transmit is None:
-            return  # sent when the connection is back
-        with self._lock:
-            unsent = conversation.session.take_unsent()
-            acknowledged = conversation.session.tell() if unsent else 0
-        for number, payload in unsent:
-            if not conversation.transmit(pack(FrameKind.MESSAGE, payload, number, acknowledged)):
-                conversation.transmit = None
-                return  # resume() rewinds to what the peer really has
-        if unsent:
-            conversation.sent_at = time.monotonic()
-
-    def _heartbeat(self, conversation: _Conversation) -> None:
-        with self._lock:
-            acknowledged = conversation.session.tell()
-        frame = pack(FrameKind.HEARTBEAT, encode(Heartbeat(self.me.epoch)), 0, acknowledged)
-        if conversation.transmit is not None and not conversation.transmit(frame):
-            conversation.transmit = None
-        conversation.sent_at = time.monotonic()
-
-    def _farewell(self, conversation: _Conversation, reason: str) -> None:
-        self._transmit_unsent(conversation)
-        if conversation.transmit is not None:
-            conversation.transmit(pack(FrameKind.FAREWELL, reason.encode()))
+                conversation.transmit_unsent()
 
     # ---------------------------------------------------------------------------------------------- receiving
 
-    def _session_frame(self, conversation: _Conversation, frame: Frame) -> None:
+    def _session_frame(self, conversation: Conversation, frame: Frame) -> None:
         """A frame of an established session."""
-        conversation.heard_at = time.monotonic()
         try:
-            with self._lock:
-                conversation.session.acknowledge(frame.acknowledged)
-                new = frame.kind is FrameKind.MESSAGE and conversation.session.accept(frame.number)
-                untold = conversation.session.untold
-            message = decode(frame.payload) if new else None
+            message = decode(frame.payload) if conversation.take(frame) else None
         except WireError as error:
             self.counters["frames_undecodable"] += 1
-            self._farewell(conversation, str(error))
+            conversation.farewell(str(error))
             self._lose(conversation, str(error))
             return
         if message is not None:
@@ -254,25 +190,23 @@ class LinkNode:
         elif frame.kind is FrameKind.MESSAGE:
             self.counters["frames_repeated"] += 1
         elif frame.kind is FrameKind.FAREWELL:
-            self._lose(conversation, f"{FAREWELL}{frame.payload.decode(errors='replace')}")
+            self._lose(conversation, FAREWELL + frame.payload.decode(errors="replace"))
             return
-        if untold >= _ACKNOWLEDGE_EVERY:
-            self._heartbeat(conversation)
+        conversation.acknowledge_if_due()
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         """Run a handler's callback on its own turn, so that its error cannot stop the socket's draining."""
         if self._loop is not None and not self._closed:
             self._loop.call_soon(callback, *arguments)
 
-    def _open(self, peer: Peer, session_id: int, transmit: Callable[[bytes], bool]) -> _Conversation:
-        session = Session(self._settings.max_unacknowledged, self._settings.max_unacknowledged_bytes)
-        conversation = _Conversation(peer, session_id, session, transmit, time.monotonic())
+    def _open(self, peer: Peer, session_id: int, transmit: Callable[[bytes], bool]) -> Conversation:
+        conversation = Conversation(peer, session_id, self.me.epoch, self._settings, transmit)
         with self._lock:
             self._conversations[peer] = conversation
         self._call(self._handler.on_up, peer)
         return conversation
 
-    def _lose(self, conversation: _Conversation, reason: str) -> None:
+    def _lose(self, conversation: Conversation, reason: str) -> None:
         with self._lock:
             if self._conversations.get(conversation.peer) is not conversation:
                 return
@@ -321,14 +255,12 @@ class LinkNode:
         else:
             self.counters["sessions_resumed"] += 1
             self._routes.pop(known.route, None)
-            known.transmit, known.heard_at = transmit, time.monotonic()
         known.route = route
         self._routes[route] = known
-        with self._lock:
-            known.session.resume(greeting.received)
-            received = known.session.tell()
-        transmit(self._keys.greet(self.me, greeting.session, greeting.resuming, received, listening=True))
-        self._transmit_unsent(known)
+        known.resume(transmit, greeting.received)
+        answer = greeting.session, greeting.resuming, known.received()
+        transmit(self._keys.greet(self.me, *answer, listening=True))
+        known.transmit_unsent()
 
     def _send_to(self, route: bytes, data: bytes) -> bool:
         return self._listening is not None and self._listening.send(route, data)
@@ -338,10 +270,7 @@ class LinkNode:
     def greeting_of(self, dialer: Dialer) -> bytes:
         """See DialerOwner."""
         conversation = self._conversations.get(dialer.peer)
-        received = 0
-        if conversation is not None:
-            with self._lock:
-                received = conversation.session.tell()
+        received = conversation.received() if conversation is not None else 0
         resuming = conversation is not None
         return self._keys.greet(self.me, dialer.session_id, resuming, received, listening=False)
 
@@ -368,10 +297,8 @@ class LinkNode:
             conversation = self._open(dialer.peer, dialer.session_id, dialer.send)
         else:
             self.counters["sessions_resumed"] += 1
-        conversation.transmit, conversation.heard_at = dialer.send, time.monotonic()
-        with self._lock:
-            conversation.session.resume(greeting.received)
-        self._transmit_unsent(conversation)
+        conversation.resume(dialer.send, greeting.received)
+        conversation.transmit_unsent()
         return True
 
     # ------------------------------------------------------------------------------------------------- leases
@@ -390,10 +317,10 @@ class LinkNode:
             conversation.heard_at += stalled
             if now - conversation.heard_at > self._settings.lease_s:
                 self.counters["leases_expired"] += 1
-                self._farewell(conversation, "your lease ended")
+                conversation.farewell("your lease ended")
                 self._lose(conversation, f"silent for {self._settings.lease_s:g} s")
             elif now - conversation.sent_at >= self._settings.heartbeat_s:
-                self._heartbeat(conversation)
+                conversation.heartbeat()
         for dialer in list(self._dialers.values()):
             dialer.check_answer(now - stalled)
         self._schedule_tick()
