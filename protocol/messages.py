@@ -144,7 +144,7 @@ class KvTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Positions ``skip_tokens <= p < kv_tokens`` are wanted. ``full_pages[i]`` holds positions from
     ``(skip_tokens // page_size + i) * page_size``; ``skip_tokens`` is a multiple of the page size.
     ``sliding_pages[i]`` holds positions from ``(sliding_first_page + i) * page_size`` and the list covers at
-    least the last ``window_tokens`` positions before ``kv_tokens``.
+    least those of the last ``window_tokens`` positions before ``kv_tokens`` that are wanted.
     """
 
     decode_worker_id: str
