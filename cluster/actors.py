@@ -165,12 +165,13 @@ class RouterActor:
         """Take nothing new, let open requests finish within the time, end the rest, stop listening."""
         if self._server is None:
             return True
+        server, self._server = self._server, None
         began = time.monotonic()
-        await self._server.stop(drain=timeout_s > 0)
+        await server.stop(drain=timeout_s > 0)
         return time.monotonic() - began < max(timeout_s, self._config.router.drain_timeout_s)
 
     async def stop(self) -> None:
-        """End the server; harmless after ``drain``, which has done so."""
+        """End the server; nothing is left to do after ``drain``."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(drain=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -67,5 +68,10 @@ def _greeting(urls: tuple[str, ...], model: str, ready_s: float) -> str:
     )
     return (
         f"\nReady in {ready_s:.1f} s: {model} at {', '.join(f'{url}/v1' for url in urls)}\n\n  {curl}\n\n"
-        f'or: antiphon chat --url {urls[0]} "Hello!"\nCtrl-C stops everything.\n'
+        f'or: {_own_name()} chat --url {urls[0]} "Hello!"\nCtrl-C stops everything.\n'
     )
+
+
+def _own_name() -> str:
+    """How this command was called, so that its hint can be pasted; ``antiphon`` when it is on the path."""
+    return sys.argv[0] if sys.argv[0].endswith("/antiphon") and not shutil.which("antiphon") else "antiphon"

@@ -250,3 +250,54 @@ def test_killing_the_supervisor_ends_all_workers_and_the_next_start_tidies_up(
         assert_nothing_left(family, set(), private_home)
     finally:
         second.close()
+
+
+@pytest.fixture
+def running_ray(private_home: Path) -> Iterator[str]:
+    """A Ray cluster that somebody else runs, with a token of its own in the environment."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    head = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+            *("--port", str(port), "--temp-dir", str(private_home / "ray"), "--num-cpus", "4"),
+            *("--include-dashboard", "false", "--disable-usage-stats", "--object-store-memory", "80000000"),
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    yield f"127.0.0.1:{port}"
+    family = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
+    head.terminate()
+    head.wait(timeout=30)
+    for process in psutil.wait_procs(family, timeout=5)[1]:
+        process.kill()
+
+
+def test_a_deployment_joins_a_running_cluster_and_leaves_it_as_it_was(
+    config_file: Path, private_home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a-token-of-the-operator-" + "0" * 16)
+    address = request.getfixturevalue("running_ray")
+    service = Service(change(config_file, "ray.address", address), private_home)
+    try:
+        url = service.wait_ready()
+        answer = run("chat", "Hello!", "--url", url, "--max-tokens", "4")
+        assert answer.returncode == 0, answer.stderr
+        service.process.terminate()
+        assert service.process.wait(timeout=30) == 0
+        status = subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        assert "0.0/4.0 CPU" in status, status
+    finally:
+        service.close()

@@ -189,6 +189,24 @@ async def test_a_killed_worker_is_replaced_and_the_answer_goes_on(
     await idle(deployment)
 
 
+async def test_a_worker_that_hangs_is_killed_after_its_lease_and_the_answer_comes(
+    http: httpx.AsyncClient, deployment: Deployment, local_deployment: DeploymentConfig
+) -> None:
+    request = body("Hold your breath. " + "breath " * 200, max_completion_tokens=24)
+    undisturbed = (await http.post("/v1/chat/completions", json=request)).json()
+    victim = psutil.Process(pid_of("PrefillActor"))
+    victim.suspend()  # not resumed: it must be ended as it is
+    began = time.monotonic()
+    other = body("Breathe again. " + "breath " * 200, max_completion_tokens=24)
+    late = await http.post("/v1/chat/completions", json=other, timeout=120.0)
+    assert late.status_code == 200, late.text
+    assert time.monotonic() - began > local_deployment.transfer.lease_s / 2
+    assert not victim.is_running()
+    again = (await http.post("/v1/chat/completions", json=request)).json()
+    assert again["choices"][0]["message"] == undisturbed["choices"][0]["message"]
+    await idle(deployment)
+
+
 async def test_a_killed_router_comes_back_on_its_port_and_nothing_stays_held(
     http: httpx.AsyncClient, deployment: Deployment
 ) -> None:
