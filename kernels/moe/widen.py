@@ -1,7 +1,7 @@
 """Streamed MXFP4 weights -> e4m3 tiles on the GPU, in one pass over the bytes.
 
-A card that has no room for FP8 weights (gpt-oss-120b on one H200) keeps the streamed form and widens one layer
-at a time into a scratch layer before the grouped GEMM; a smaller model widens every layer once, at load.
+A card that has no room for FP8 weights (gpt-oss-120b on one H200) keeps the streamed form and widens one
+layer at a time into a scratch layer before the grouped GEMM; a smaller model widens every layer once, at load.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from antiphon.kernels.moe.streamed import TILE_ROWS, StreamedExperts
 
 
 def empty_layer(streamed: StreamedExperts) -> Fp8Experts:
-    """Unwritten e4m3 tiles of ``streamed``'s shape, on its device, for ``widen_layer``; the biases are shared.
+    """Unwritten e4m3 tiles of ``streamed``'s shape, for ``widen_layer``; the biases are shared.
 
     ``inexact_tiles`` of the result is 0: what was rounded is counted by ``widen_layer``.
     """
