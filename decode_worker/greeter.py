@@ -13,6 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.kv_transfer.handshake import check_peer
 from antiphon.kv_transfer.leases import Writer
@@ -155,6 +157,8 @@ class PrefillGreeter:
         pages = {group: self._cache.probe_page(group) for group in ("full", "sliding")}
         for group, page in pages.items():
             self._cache.memory(group)[page].zero_()  # what an earlier probe left must not pass for this one
+        if self._cache.device.type == "cuda":
+            torch.cuda.synchronize(self._cache.device)
         me = self._node.me
         welcome = KvWelcome(me.worker_id, me.epoch, self._fingerprint, 1, (self._memory,), pages)
         self._node.send(peer, welcome)

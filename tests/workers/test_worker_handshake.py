@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
+from antiphon.protocol.errors import ConfigError, TransferError
 
 Start = Callable[..., tuple[Any, Any]]
 
@@ -95,3 +97,44 @@ def test_an_engine_that_raises_fails_the_worker_and_its_peers_notice(started: St
     router.abort(name)
     router.wait(name)
     pair.wait_idle()
+
+
+def test_a_permission_that_does_not_come_is_not_waited_for_for_ever(started: Start, make_config: Any) -> None:
+    pair, router = started(InProcessNetwork().transport, deployment=make_config(lease_s=0.6))
+    receiver = pair.decode._dispatch.receiver
+    answer, receiver.on_announce = receiver.on_announce, lambda peer, message: None
+    name = router.generate(router.random_prompt(40))
+    until(lambda: len(router.requests[name].prefill_failures) == 1)
+    failure = router.requests[name].prefill_failures[0]
+    assert (failure.stage, failure.reason) == ("reserve", "no permission to write within 0.6 s")
+    receiver.on_announce = answer
+    router.wait(name)  # the ticket is still good
+    assert router.requests[name].attempts == [1]
+    assert router.requests[name].tokens == router.requests[name].expected()
+    pair.wait_idle()
+
+
+def test_a_transport_that_cannot_open_fails_the_start_and_leaves_no_thread(pair_type: Any) -> None:
+    def refuse(agent_name: str) -> Any:
+        raise TransferError("handshake", f"no device for {agent_name}")
+
+    pair = pair_type(refuse)
+    for worker in (pair.prefill, pair.decode):
+        with pytest.raises(TransferError, match="no device"):
+            worker.start()
+        worker.stop()
+        worker.stop()
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith(("engine", "kv-transfer", "links-"))]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_bad_settings_are_named_before_anything_starts(pair_type: Any, make_config: Any, role: str) -> None:
+    base = make_config()
+    wide = base.model_copy(update={role: getattr(base, role).model_copy(update={"tensor_parallel": 2})})
+    with pytest.raises(ConfigError, match=rf"{role}\.tensor_parallel 2"):
+        pair_type(InProcessNetwork().transport, wide)
+    cuda = make_config(verify_checksums=True)
+    cuda = cuda.model_copy(update={role: getattr(cuda, role).model_copy(update={"device": "cuda"})})
+    with pytest.raises(ConfigError, match=r"transfer\.verify_checksums"):
+        pair_type(InProcessNetwork().transport, cuda)
