@@ -1,7 +1,7 @@
 """Streamed MXFP4 weights -> e4m3 tiles on the GPU, in one pass over the bytes.
 
 A card that has no room for FP8 weights (gpt-oss-120b on one H200) keeps the streamed form and widens one
-layer at a time into a scratch layer before the grouped GEMM; a smaller model widens every layer once, at load.
+layer at a time into a scratch layer before the grouped GEMM; a smaller model widens all layers once, at load.
 """
 
 from __future__ import annotations
