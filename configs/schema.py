@@ -106,6 +106,17 @@ class ResponseStoreConfig(Section):
     """A response older than this is gone."""
 
 
+class KeyLimitsConfig(Section):
+    """What one API key may use at one router; without keys all clients together count as one."""
+
+    max_concurrent_requests: int | None = pydantic.Field(None, ge=1)
+    """Requests at one time; absent is no limit."""
+    requests_per_minute: int | None = pydantic.Field(None, ge=1)
+    """Absent is no limit."""
+    tokens_per_minute: int | None = pydantic.Field(None, ge=1)
+    """Prompt and output together; absent is no limit."""
+
+
 class RouterConfig(Section):
     """The HTTP front end."""
 
@@ -135,6 +146,8 @@ class RouterConfig(Section):
     """A router that stops lets its open requests finish for this long."""
     api_key_file: str | None = None
     """File of accepted API keys, one per line, read again when it changes; ANTIPHON_API_KEYS adds more."""
+    key_limits: KeyLimitsConfig = KeyLimitsConfig()
+    """Limits of every API key; beyond one of them 429."""
     response_store: ResponseStoreConfig = ResponseStoreConfig()
     """Where stored responses are kept."""
     tls_certificate_file: str | None = None

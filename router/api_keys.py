@@ -16,6 +16,9 @@ log = structlog.get_logger("antiphon.router.api_keys")
 
 ENVIRONMENT = "ANTIPHON_API_KEYS"
 """Keys separated by commas or white space, besides those of the file."""
+CALLER = "antiphon.caller"
+"""Where a request's scope says whose key it came with."""
+ANYONE = "anyone"
 RELOAD_CHECK_S = 1.0
 MIN_KEY_CHARS = 16
 
@@ -43,18 +46,21 @@ class ApiKeys:
         """Whether a key is needed at all."""
         return self._path is not None or bool(self._fixed)
 
-    def accepts(self, authorization: str | None) -> bool:
-        """Whether an ``Authorization`` header holds a valid bearer key."""
+    def identify(self, authorization: str | None) -> str | None:
+        """Who an ``Authorization`` header is from: a name of its key, or None when it holds no valid one.
+
+        The name is part of the key's digest, good for accounts and logs; without keys all are ``ANYONE``.
+        """
         if not self.required:
-            return True
+            return ANYONE
         self._reload()
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
-            return False
+            return None
         digest = _digest(key.strip())
         # Every key is compared, in constant time, so that the time tells nothing about any of them.
         matches = [hmac.compare_digest(digest, known) for known in (*self._fixed, *self._from_file)]
-        return any(matches)
+        return digest.hex()[:16] if any(matches) else None
 
     def _reload(self) -> None:
         now = time.monotonic()

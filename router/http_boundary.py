@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from antiphon.router.api_keys import ApiKeys
+from antiphon.router.api_keys import CALLER, ApiKeys
 from antiphon.router.metrics import RouterMetrics
 from antiphon.router.openai.errors import (
     ApiError,
@@ -64,7 +64,8 @@ class HttpBoundary:
 
         with structlog.contextvars.bound_contextvars(http_request_id=request_id):
             try:
-                if self._may_enter(scope):
+                scope[CALLER] = self._keys.identify(Headers(scope=scope).get("authorization"))
+                if scope["path"] in OPEN_PATHS or scope[CALLER] is not None:
                     await self._app(scope, receive, send_with_id)
                 else:
                     await error_response(scope, invalid_api_key())(scope, receive, send_with_id)
@@ -76,9 +77,6 @@ class HttpBoundary:
                     # Too late for a body: dropping the connection is the only way to say it.
                     await abort_connection(scope)
             self._account(scope, 499 if status is None else status, time.perf_counter() - started)
-
-    def _may_enter(self, scope: Scope) -> bool:
-        return scope["path"] in OPEN_PATHS or self._keys.accepts(Headers(scope=scope).get("authorization"))
 
     def _account(self, scope: Scope, status: int, seconds: float) -> None:
         endpoint = _endpoint(scope)

@@ -26,6 +26,7 @@ from antiphon.router.app import create_app, wrap_app
 from antiphon.router.dispatch.dispatcher import Dispatcher
 from antiphon.router.dispatch.gateway import WorkerGateway
 from antiphon.router.formatter import ChatFormatter
+from antiphon.router.key_limits import KeyLimits
 from antiphon.router.lifecycle import EndKind
 from antiphon.router.metrics import RouterMetrics
 from antiphon.router.openai.context import ApiContext
@@ -92,8 +93,9 @@ class RouterServer:
         dispatcher = Dispatcher(self._gateway, router, page_size_tokens, metrics)
         admission = Admission(router.max_in_flight_requests, router.max_queued_requests, metrics)
         store = open_store(router.response_store)
+        limits = KeyLimits(router.key_limits)
         self._context = ApiContext(
-            router, self._model, self._formatter, dispatcher, admission, metrics, store
+            router, self._model, self._formatter, dispatcher, admission, metrics, store, limits
         )
         app = create_app(self._context, lambda: self._draining)
         self._server = _EmbeddedServer(

@@ -99,6 +99,9 @@ class Dispatcher:
 
     def worker_up(self, address: WorkerAddress) -> None:
         """A link stands. Work flows once the worker reports its load."""
+        if (previous := self.fleet.get(address.worker_id)) is not None:
+            # A new life means that the old one is over, whether or not its end was heard of.
+            self.worker_down(address.worker_id, previous.address.epoch, "another life took its place")
         log.info("worker_up", worker=address.worker_id, role=address.role, epoch=address.epoch)
         self.fleet.add(address)
         self._last_batch[address.worker_id] = 0

@@ -8,6 +8,7 @@ from antiphon.configs.schema import RouterConfig
 from antiphon.router.admission import Admission
 from antiphon.router.dispatch.dispatcher import Dispatcher
 from antiphon.router.formatter import ChatFormatter
+from antiphon.router.key_limits import KeyLimits
 from antiphon.router.metrics import RouterMetrics
 from antiphon.router.openai.errors import model_not_found
 from antiphon.router.openai.response_store import ResponseStore
@@ -25,6 +26,7 @@ class ApiContext:
     admission: Admission
     metrics: RouterMetrics
     store: ResponseStore
+    key_limits: KeyLimits
 
     def check_model(self, name: str) -> None:
         """Raise 404 unless this model is served."""

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from antiphon.protocol.messages import SamplingParams
 from antiphon.router.admission import AdmissionTimeout, QueueFull, ShuttingDown
+from antiphon.router.api_keys import ANYONE, CALLER
 from antiphon.router.dispatch.generation import (
     Generation,
     GenerationEnded,
@@ -26,6 +27,7 @@ from antiphon.router.dispatch.generation import (
     OutputEvent,
     TokensArrived,
 )
+from antiphon.router.key_limits import LimitReached
 from antiphon.router.lifecycle import EndKind, GenerationState
 from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.ends import SHUTDOWN_RETRY_AFTER_S, error_of
@@ -96,6 +98,7 @@ class GenerationResponse(Response):
         self._deadline_at = received_at + (timeout_s or context.config.request_timeout_s)
         self._opened = False
         self._started = False
+        self._limit_headers: dict[str, str] = {}
         self._generations = [
             Generation(
                 request_id=f"{request_id}-{choice}",
@@ -113,7 +116,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the answer is written or the client has left."""
-        answer = asyncio.create_task(self._answer(send))
+        answer = asyncio.create_task(self._within_limits(scope.get(CALLER, ANYONE), send))
         gone = asyncio.create_task(_wait_for_disconnect(receive))
         cut = self._channel.cut
         end = EndKind.CLIENT_GONE
@@ -129,6 +132,21 @@ class GenerationResponse(Response):
             self._abandon(end)
             if cut.done():
                 await abort_connection(scope)
+
+    async def _within_limits(self, caller: str, send: Send) -> None:
+        limits = self._context.key_limits
+        try:
+            with limits.request(caller) as self._limit_headers:
+                try:
+                    await self._answer(send)
+                finally:
+                    prompts = {id(g.prompt_token_ids): len(g.prompt_token_ids) for g in self._generations}
+                    outputs = sum(len(g.output_token_ids) for g in self._generations)
+                    limits.spend_tokens(caller, sum(prompts.values()) + outputs)
+        except LimitReached as error:
+            self._abandon(EndKind.OVERLOADED)
+            self._context.metrics.rejections.labels("key_limit").inc()
+            raise rate_limited(f"{error}.", error.retry_after_s) from error
 
     async def _answer(self, send: Send) -> None:
         try:
@@ -194,6 +212,7 @@ class GenerationResponse(Response):
             headers = STREAM_HEADERS
         else:
             headers = {"content-type": "application/json", "content-length": str(document_bytes)}
+        headers = headers | self._limit_headers
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
 

@@ -27,13 +27,13 @@ def key_file(tmp_path):
 
 
 def test_everyone_enters_where_no_key_is_configured():
-    assert ApiKeys(None).accepts(None)
+    assert ApiKeys(None).identify(None) == api_keys.ANYONE
 
 
 def test_keys_of_a_file(key_file):
     keys = ApiKeys(str(key_file))
-    assert keys.accepts(f"Bearer {FIRST}")
-    assert keys.accepts(f"bearer  {SECOND}")
+    assert keys.identify(f"Bearer {FIRST}")
+    assert keys.identify(f"bearer  {SECOND}")
     refused = (
         None,
         "",
@@ -45,32 +45,32 @@ def test_keys_of_a_file(key_file):
         "Bearer # who: team a",
     )
     for authorization in refused:
-        assert not keys.accepts(authorization), authorization
+        assert keys.identify(authorization) is None, authorization
 
 
 def test_a_key_is_revoked_by_reload(key_file):
     keys = ApiKeys(str(key_file))
     key_file.write_text(f"{THIRD}\n")
-    assert not keys.accepts(f"Bearer {FIRST}")
-    assert keys.accepts(f"Bearer {THIRD}")
+    assert keys.identify(f"Bearer {FIRST}") is None
+    assert keys.identify(f"Bearer {THIRD}")
     key_file.write_text("")
-    assert not keys.accepts(f"Bearer {THIRD}"), "an empty file lets nobody in"
+    assert keys.identify(f"Bearer {THIRD}") is None, "an empty file lets nobody in"
     assert keys.required
 
 
 def test_a_file_that_goes_missing_keeps_its_keys(key_file):
     keys = ApiKeys(str(key_file))
     key_file.unlink()
-    assert keys.accepts(f"Bearer {FIRST}")
-    assert not keys.accepts(None)
+    assert keys.identify(f"Bearer {FIRST}")
+    assert keys.identify(None) is None
 
 
 def test_keys_of_the_environment(monkeypatch, key_file):
     monkeypatch.setenv(api_keys.ENVIRONMENT, f"{SECOND},{THIRD}")
     keys = ApiKeys(None)
-    assert keys.accepts(f"Bearer {THIRD}")
-    assert not keys.accepts(f"Bearer {FIRST}")
-    assert ApiKeys(str(key_file)).accepts(f"Bearer {THIRD}")
+    assert keys.identify(f"Bearer {THIRD}")
+    assert keys.identify(f"Bearer {FIRST}") is None
+    assert ApiKeys(str(key_file)).identify(f"Bearer {THIRD}")
 
 
 def test_unusable_keys_are_one_clear_error(tmp_path):

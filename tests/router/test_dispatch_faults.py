@@ -368,3 +368,14 @@ async def test_last_tokens_before_a_preemption_may_come_after_it(deploy, until):
     await until(lambda: len(sent(workers, "p0", PrefillRequest)) == 2)
     workers.go_on("p0")
     assert content_of(await answer) == TEXT
+
+
+async def test_a_new_life_ends_the_old_one(deploy, until):
+    workers = workers_saying()
+    workers.step_s = 0.002
+    deployment = await deploy(workers)
+    answer = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["d0"].batches > 10)
+    workers.revive("d0")  # nobody said that the first life was over
+    assert content_of(await answer) == TEXT
+    assert await deployment.metric("retries_total", leg="decode", reason="worker_lost") == 1
