@@ -1,6 +1,6 @@
 """The MoE kernels on one GPU: error against the plain op, time a layer, and ratio to the memory floor.
 
-Run: ``python -m antiphon.benchmarks.kernels_moe [--out FILE] [--tune]``. Weights and routings rotate over
+Run: ``python -m antiphon.benchmarks.kernels_moe [--tune] [--out FILE [--commit ID]]``. Weights and routings rotate over
 several layers inside one CUDA graph, so that L2 serves none of them.
 """
 
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -148,6 +150,7 @@ def decode_point(
     return {
         "bench": "kernel",
         "kernel": "moe_streamed",
+        "resident_weights": "mxfp4",
         "model": model,
         "batch": tokens,
         "plan": asdict(plan),
@@ -239,6 +242,7 @@ def prefill_point(
     return {
         "bench": "kernel",
         "kernel": "moe_fp8",
+        "resident_weights": "fp8 128x128",
         "model": model,
         "input_tokens": tokens,
         "error": error,
@@ -285,10 +289,26 @@ def widening(model: str, streamed: StreamedExperts, scratch: Fp8Experts) -> Reco
     }
 
 
+def stamped(rows: list[Record], commit: str | None) -> list[Record]:
+    """The rows with what they were measured on; the commit is the checkout's unless it is given."""
+    if commit is None:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        commit = git.stdout.strip()
+    common: Record = {
+        "layout": "TP1 EP1",
+        "device": torch.cuda.get_device_name(),
+        "commit": commit,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "peer": None,
+    }
+    return [{**common, **row} for row in rows]
+
+
 def main() -> None:
     """Build the library, run every point; exit with 1 when one is out of its error bound."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="what is measured, where there is no git checkout")
     parser.add_argument("--tune", action="store_true", help="also time other launch plans")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -301,7 +321,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     rows += prefill_table("120b", 128, 1, (1024, 2048, 8192))
     if options.out:
-        options.out.write_text(json.dumps(rows, indent=1))
+        options.out.write_text(json.dumps(stamped(rows, options.commit), indent=1))
     if not all(row.get("ok", True) for row in rows):
         raise SystemExit("a kernel is out of its error bound")
 

@@ -11,6 +11,7 @@ import torch
 from antiphon.kernels.cuda_library import KernelLibraryError
 from antiphon.kernels.moe import build
 from antiphon.kernels.moe.decode import LaunchPlan, plan_launch
+from antiphon.kernels.moe.regime import streams_4_bit
 from antiphon.kernels.moe.streamed import STAGE_WEIGHT_BYTES, StreamedExperts, pack_matrix, unpack_matrix
 from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
 
@@ -124,3 +125,11 @@ def test_the_sources_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = build.LIBRARY.build()
     assert path.parent == tmp_path
     assert b"antiphon_moe_gate_up" in path.read_bytes()
+
+
+def test_long_steps_leave_the_4_bit_road() -> None:
+    assert streams_4_bit(1, 32)
+    assert streams_4_bit(256, 32)
+    assert not streams_4_bit(257, 32)
+    assert streams_4_bit(512, 128)
+    assert not streams_4_bit(513, 128)

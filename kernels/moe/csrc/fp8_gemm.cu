@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm(const __grid_constan
 
 template <bool GATED>
 cudaError_t start(const Arguments& a, int grid, cudaStream_t stream) {
-  static const cudaError_t prepared =
+  const cudaError_t prepared =
       cudaFuncSetAttribute(grouped_gemm<GATED>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (prepared != cudaSuccess) return prepared;
   return launch(grouped_gemm<GATED>, dim3(grid), dim3(kThreads), kSharedBytes, stream, false, a);

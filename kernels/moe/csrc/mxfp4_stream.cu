@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(Geometry<TOKENS>::kThreads, 1)
 template <int TOKENS, bool GATED>
 cudaError_t start(const Arguments& a, int grid, cudaStream_t stream, bool overlap) {
   using G = Geometry<TOKENS>;
-  static const cudaError_t prepared = cudaFuncSetAttribute(
+  const cudaError_t prepared = cudaFuncSetAttribute(
       stream_gemm<TOKENS, GATED>, cudaFuncAttributeMaxDynamicSharedMemorySize, G::kSharedBytes);
   if (prepared != cudaSuccess) return prepared;
   return launch(stream_gemm<TOKENS, GATED>, dim3(grid), dim3(G::kThreads), G::kSharedBytes, stream, overlap, a);
