@@ -21,15 +21,17 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_everything_ends_once_and_nothing_stays_held(started: Start, seed: int) -> None:
-    chance = random.Random(seed)
-    network = InProcessNetwork(seed, RATES, max_delay_polls=30)
-    pair, router = started(
-        network.transport,
-        prefill_settings={"full_pages": 48, "prefix_cache": seed % 2 == 0},
-        decode_settings={"full_pages": 40, "prefix_cache": seed % 2 == 0, "max_batch_size": 6},
-    )
+def settings_of(seed: int) -> dict[str, dict[str, object]]:
+    """Small caches, with and without prefix caching."""
+    cached = {"prefix_cache": seed % 2 == 0}
+    return {
+        "prefill_settings": {"full_pages": 48} | cached,
+        "decode_settings": {"full_pages": 40, "max_batch_size": 6} | cached,
+    }
+
+
+def play(router: Any, chance: random.Random) -> None:
+    """Requests, aborts and deadlines at random times; each must end once, with the right tokens."""
     shared = router.random_prompt(48)
     names, aborted, hurried = [], set(), set()
     for _ in range(24):
@@ -54,5 +56,18 @@ def test_everything_ends_once_and_nothing_stays_held(started: Start, seed: int) 
         assert outcome.finish.reason in allowed
         complete = outcome.finish.reason == "length"
         assert outcome.tokens == (expected if complete else expected[: len(outcome.tokens)])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_everything_ends_once_and_nothing_stays_held(started: Start, seed: int) -> None:
+    network = InProcessNetwork(seed, RATES, max_delay_polls=30)
+    pair, router = started(network.transport, **settings_of(seed))
+    play(router, random.Random(seed))
     pair.wait_idle(20)
     assert sum(network.happened.values()) > 10, "the schedule met no faults"
+
+
+def test_the_same_over_nixl(started: Start) -> None:
+    pair, router = started(None, **settings_of(0))
+    play(router, random.Random(11))
+    pair.wait_idle(20)
