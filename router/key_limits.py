@@ -54,7 +54,7 @@ class _KeyUse:
 
 
 class KeyLimits:
-    """Keeps account per key. Tokens are known only afterwards: a key may overdraw them once, then it waits."""
+    """Keeps account per key. Tokens are known only afterwards: a key may overdraw them, then it waits."""
 
     def __init__(self, config: KeyLimitsConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
