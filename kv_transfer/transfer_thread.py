@@ -40,6 +40,7 @@ class _Command:
 
 @dataclass(slots=True)
 class _InFlight:
+    peer: str
     write: WriteId
     posted_at: float
     on_done: Callable[[WriteOutcome], None]
@@ -128,7 +129,7 @@ class TransferThread:
             except TransferError as error:
                 on_done(WriteOutcome(error, time.monotonic() - start))
                 return
-            self._in_flight.append(_InFlight(write, start, on_done))
+            self._in_flight.append(_InFlight(peer, write, start, on_done))
 
         def post_when_ready(transport: Transport) -> None:
             if source_ready is None or source_ready():
@@ -151,6 +152,18 @@ class TransferThread:
             on_done(WriteOutcome(error, 0.0))
 
         self._enqueue(_Command(send, lambda error: on_done(WriteOutcome(error, 0.0))))
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer that is over, once no write to it is under way any more."""
+
+        def disconnect_when_quiet(transport: Transport) -> None:
+            if any(record.peer == peer for record in self._in_flight):
+                self._not_ready.append(command)
+            else:
+                transport.disconnect(peer)
+
+        command = _Command(disconnect_when_quiet, lambda error: None)  # closing disconnects as well
+        self._enqueue(command)
 
     def expect(self, change: int) -> None:
         """Add to (or take from) the number of things whose notifications are being waited for."""

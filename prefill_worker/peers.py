@@ -22,7 +22,7 @@ from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.kv_transfer.handshake import PeerKv, RankPages, check_peer
 from antiphon.kv_transfer.plan import group_layouts, plan_runs
 from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
-from antiphon.kv_transfer.transport import Copies, Transport
+from antiphon.kv_transfer.transport import Copies
 from antiphon.protocol.errors import HandshakeError
 from antiphon.protocol.identity import KvFingerprint
 from antiphon.protocol.link import LinkNode, Peer
@@ -82,6 +82,8 @@ class DecodePeers:
         self._counters = counters
         self._on_ready = on_ready
         self._candidates: dict[Peer, _Candidate] = {}
+        self._agents: dict[Peer, frozenset[str]] = {}
+        """Transfer agents that were connected to, by the life they belong to."""
         self._checksums = _fill_probe_pages(local.cache, tuple(local.pages.spans))
 
     def ready(self) -> Mapping[Peer, PeerKv]:
@@ -113,16 +115,13 @@ class DecodePeers:
         self._greet(peer)
 
     def on_lost(self, peer: Peer) -> None:
-        """The link's session ended."""
-        candidate = self._candidates.pop(peer, None)
-        if candidate is not None and candidate.kv is not None:
-            names = candidate.kv.agent_names
+        """The link's session ended. The transport stays connected: the same life may come back."""
+        self._candidates.pop(peer, None)
 
-            def disconnect(transport: Transport) -> None:
-                for name in names:
-                    transport.disconnect(name)
-
-            self._transfer.run(disconnect)
+    def forget(self, peer: Peer) -> None:
+        """This life of a decode worker is over."""
+        for name in sorted(self._agents.pop(peer, frozenset())):
+            self._transfer.disconnect(name)
 
     def on_refused(self, peer: Peer, message: KvRefused) -> None:
         """The decode worker found us incompatible."""
@@ -140,6 +139,7 @@ class DecodePeers:
             self._end(peer, PeerState.REFUSED, str(error))
             return
         candidate.kv, candidate.state = kv, PeerState.PROBING
+        self._agents[peer] = kv.agent_names
         metadata = [memory.agent_metadata for memory in message.ranks]
         connected = self._transfer.run(lambda transport: [transport.connect(data) for data in metadata])
         self._thread.when_done(

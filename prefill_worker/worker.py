@@ -214,6 +214,8 @@ class PrefillWorker:
             if wanted.get(peer) != self._dialled[peer]:
                 del self._dialled[peer]
                 self._node.disconnect(peer, "not in the topology any more")
+                if self._peers is not None:
+                    self._peers.forget(peer)
         for peer, address in wanted.items():
             if peer not in self._dialled:
                 self._dialled[peer] = address

@@ -108,6 +108,23 @@ def test_a_hanging_write_ends_only_when_it_cannot_land_any_more(ends: Ends) -> N
     assert "no completion within 0.2 s" in str(error)
 
 
+def test_a_peer_is_disconnected_only_after_its_last_write(ends: Ends) -> None:
+    ends.network.inject(Fault.HOLD)
+    ends.write(b"held")
+    until(lambda: ends.network.held == 1)
+    ends.sender.disconnect(ends.peer)
+    time.sleep(0.05)
+    ends.write(b"still connected")
+    until(lambda: ends.heard == [("sender", b"still connected")])
+    ends.network.release_held()
+    until(lambda: len(ends.outcomes) == 2)
+    assert [outcome.error for outcome in ends.outcomes] == [None, None]
+    ends.sender.run(lambda transport: None).result(5)
+    ends.write(b"too late")
+    until(lambda: len(ends.outcomes) == 3)
+    assert "not connected" in str(ends.outcomes[2].error)
+
+
 def test_a_dead_thread_leaves_nobody_waiting(ends: Ends) -> None:
     ends.write(b"waits", source_ready=lambda: False)
     ends.network.kill("sender")
