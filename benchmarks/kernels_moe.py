@@ -1,7 +1,7 @@
 """The MoE kernels on one GPU: error against the plain op, time a layer, and ratio to the memory floor.
 
-Run: ``python -m antiphon.benchmarks.kernels_moe [--tune] [--out FILE [--commit ID]]``. Weights and routings rotate over
-several layers inside one CUDA graph, so that L2 serves none of them.
+Run: ``python -m antiphon.benchmarks.kernels_moe [--tune] [--out FILE [--commit ID]]``. Weights and routings
+rotate over several layers inside one CUDA graph, so that L2 serves none of them.
 """
 
 from __future__ import annotations

@@ -130,6 +130,15 @@ def test_values_beyond_the_clamps_and_outlier_channels() -> None:
     assert outlier <= 2 * BOUND
 
 
+def test_nan_reaches_its_own_token_only(layer: Layer) -> None:
+    x = torch.randn(6, DIM, device="cuda").bfloat16()
+    x[4, 100] = float("nan")
+    ids, weights = random_routing(6)
+    out = run(x, ids, weights, layer)
+    assert out[4].isnan().all()
+    assert not out[[0, 1, 2, 3, 5]].isnan().any()
+
+
 def test_padding_tokens_yield_zeros(layer: Layer) -> None:
     x = torch.randn(5, DIM, device="cuda").bfloat16()
     ids, weights = random_routing(5)

@@ -97,6 +97,15 @@ def test_all_tokens_to_the_same_experts_and_empty_ones(layer: Layer, tokens: int
     assert relative_error(run(x, ids, weights, layer), layer.plain(x, ids, weights)) <= BOUND
 
 
+def test_nan_reaches_its_own_token_only(layer: Layer) -> None:
+    x = torch.randn(80, DIM, device="cuda").bfloat16()
+    x[40, 100] = float("nan")
+    ids, weights = random_routing(80)
+    out = run(x, ids, weights, layer)
+    assert out[40].isnan().all()
+    assert not out[[*range(40), *range(41, 80)]].isnan().any()
+
+
 def test_padding_tokens_yield_zeros(layer: Layer) -> None:
     x = torch.randn(20, DIM, device="cuda").bfloat16()
     ids, weights = random_routing(20)

@@ -48,12 +48,6 @@ __device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t address) {
   return static_cast<uint64_t>(address >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
-__device__ __forceinline__ float swiglu(float gate, float up) {
-  gate = fminf(gate, 7.0f);
-  up = fminf(fmaxf(up, -7.0f), 7.0f);
-  return __fdividef(gate, 1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
-}
-
 // 4 x 4 bytes: lane t of a quad gives bytes for columns 0..3 and receives column t of all four lanes.
 __device__ __forceinline__ uint32_t transpose_quad(uint32_t word) {
   const int t = threadIdx.x % 4;
@@ -85,7 +79,7 @@ __device__ __forceinline__ void store_hidden(const Arguments& a, const Work& wor
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
         const int at = (4 * i + b) * 4 + 2 * half;
-        hidden[b] = swiglu(acc[at] + bias[b].x, acc[at + 1] + bias[b].y) * kHiddenFactor;
+        hidden[b] = clamped_swiglu(acc[at] + bias[b].x, acc[at + 1] + bias[b].y) * kHiddenFactor;
       }
       const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(hidden[0], hidden[1]), __NV_SATFINITE, __NV_E4M3);
       const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(hidden[2], hidden[3]), __NV_SATFINITE, __NV_E4M3);

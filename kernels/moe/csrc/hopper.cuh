@@ -18,6 +18,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 __device__ __forceinline__ float low_half(uint32_t word) { return __uint_as_float(word << 16); }
 __device__ __forceinline__ float high_half(uint32_t word) { return __uint_as_float(word & 0xFFFF0000u); }
 
+// The gated activation of GPT-OSS. The clamps pass NaN on, which fminf would replace by the limit.
+__device__ __forceinline__ float clamped_swiglu(float gate, float up) {
+  asm("min.NaN.f32 %0, %0, 0f40E00000;" : "+f"(gate));  // 7
+  asm("min.NaN.f32 %0, %0, 0f40E00000;" : "+f"(up));
+  asm("max.NaN.f32 %0, %0, 0fC0E00000;" : "+f"(up));
+  return __fdividef(gate, 1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
+}
+
 // ---------------------------------------------------------------------------------- mbarrier, bulk copy
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {

@@ -59,12 +59,6 @@ __device__ __forceinline__ bool reduce_groups(float (&sum)[Geometry<TOKENS>::kWi
   return true;
 }
 
-__device__ __forceinline__ float clamped_swiglu(float gate, float up) {
-  gate = fminf(gate, 7.0f);
-  up = fminf(fmaxf(up, -7.0f), 7.0f);
-  return gate / (1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
-}
-
 // What the epilogue needs from global memory for this lane's rows and columns, loaded before the products so
 // that it does not wait. GATED: first projection, whose rows alternate gate, up and whose output is the next
 // activation tile. Otherwise: second projection, routing weight, float32 out.
