@@ -26,6 +26,8 @@ from antiphon.cluster.cli_serve import DEFAULT_CONFIG, read_config
 from antiphon.cluster.deployment import deploy
 
 PROMPT_TOKENS = 200
+TEMPLATE_TOKENS = 67
+"""Of the system message and the markers around one user message."""
 STREAMS = 8
 STREAM_TOKENS = 128
 TTFT_REPEATS = 9
@@ -104,10 +106,10 @@ def _carries_output(choice: dict[str, object]) -> bool:
 
 
 def prompt(seed: int) -> str:
-    """Words that render to about ``PROMPT_TOKENS`` tokens and share no prefix page with another seed's."""
+    """Words that render to ``PROMPT_TOKENS`` tokens and share no prefix page with another seed's."""
     rng = random.Random(seed)
     words = ["river", "stone", "cloud", "paper", "green", "seven", "north", "light", "metal", "bread"]
-    return " ".join(rng.choice(words) for _ in range(PROMPT_TOKENS - 70))
+    return " ".join(rng.choice(words) for _ in range(PROMPT_TOKENS - TEMPLATE_TOKENS))
 
 
 def deployment_rss_bytes() -> int:
