@@ -248,6 +248,8 @@ class KvReceiver:
         for lease in self._leases.end_of_life(living):
             self._counters["leases_ended_by_death"] += 1
             self._lease_over((lease.request_id, lease.attempt))
+        for writer in self._writer_peers.keys() - living:
+            del self._writer_peers[writer]
 
     def overdue_writers(self, lease_s: float) -> tuple[Writer, ...]:
         """Writers that were told to stop longer than ``lease_s`` ago and have not said that they did."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -217,6 +218,54 @@ def test_a_ticket_of_something_else_is_refused(started: Start) -> None:
     assert router.requests[name].prefill_failures[0].stage == "reserve"
     router.abort(name)
     router.wait(name)
+    pair.wait_idle()
+
+
+class Gate:
+    """Stops a fake model in the middle of its next forward pass, after ``layers`` layers."""
+
+    def __init__(self, model: Any, layers: int) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self._model, self._layers = model, layers
+        model.interrupt = self._after_layer
+
+    def _after_layer(self) -> None:
+        self._layers -= 1
+        if self._layers > 0:
+            self._model.interrupt = self._after_layer
+            return
+        self.reached.set()
+        assert self.opened.wait(10)
+
+
+def test_an_abort_stops_prefill_within_one_chunk(started: Start) -> None:
+    pair, router = started(InProcessNetwork().transport)
+    gate = Gate(pair.models[0], layers=1)
+    name = router.generate(router.random_prompt(900))
+    assert gate.reached.wait(5)
+    router.abort(name)
+    while not pair.prefill.status().counters.get("jobs_cancelled"):
+        time.sleep(0.001)
+    gate.opened.set()
+    router.wait(name)
+    pair.wait_idle()
+    assert pair.models[0].tokens_computed == 32, "one chunk was under way, and no other began"
+
+
+def test_layers_are_shipped_while_later_ones_compute(started: Start) -> None:
+    pair, router = started(InProcessNetwork().transport)
+    gate = Gate(pair.models[0], layers=2)  # the first of two layer groups is complete
+    name = router.generate(router.random_prompt(30))
+    assert gate.reached.wait(5)
+    deadline = time.monotonic() + 5
+    while not pair.prefill.status().counters.get("writes_done") and time.monotonic() < deadline:
+        time.sleep(0.001)
+    counters = pair.prefill.status().counters
+    assert (counters["writes_done"], counters["bytes_sent"] > 0) == (1, True)
+    assert not router.requests[name].tokens
+    gate.opened.set()
+    router.wait(name)
+    assert router.requests[name].tokens == router.requests[name].expected()
     pair.wait_idle()
 
 
