@@ -144,12 +144,14 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32,128")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--prefill", default="")
+    parser.add_argument("--resident-fp8", action="store_true", help="hold FP8 experts beside the 4-bit ones")
     parser.add_argument("--profile", action="store_true", help="also print each step's kernels")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     config = preset(options.model)
     begin = time.perf_counter()
-    model = CudaTransformer(config, synthesize_parameters(config, 0, "cuda"))
+    parameters = synthesize_parameters(config, 0, "cuda")
+    model = CudaTransformer(config, parameters, resident_fp8=options.resident_fp8)
     print(
         f"{options.model} on the {model.road} road, ready in {time.perf_counter() - begin:.1f} s, "
         f"{torch.cuda.memory_allocated() / 1e9:.1f} GB",

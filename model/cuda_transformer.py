@@ -9,30 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from antiphon.kernels import portable_moe, reference
+from antiphon.kernels import reference
 from antiphon.kernels.attention.decode import DecodeAttention
 from antiphon.kernels.attention.prefill import prefill_attention
 from antiphon.kernels.dense import skinny
 from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write, rotation_table
 from antiphon.kernels.moe import build as moe_build
-from antiphon.kernels.moe.decode import MoeWorkspace, moe_add_rms_norm, route_grouped
-from antiphon.kernels.moe.streamed import StreamedExperts
 from antiphon.kernels.reference import ExpertMatrix, PagedSequences
 from antiphon.model.checkpoint.index import open_checkpoint
 from antiphon.model.checkpoint.layout import TensorKind
 from antiphon.model.checkpoint.load import read_parameters
 from antiphon.model.config import GptOssConfig
+from antiphon.model.cuda_experts import (
+    CheckpointExperts,
+    ExpertLayers,
+    HopperExpertLayers,
+    PortableExpertLayers,
+)
 from antiphon.model.forward import ForwardBatch, KvLayers
 from antiphon.protocol.errors import CheckpointError
-
-STREAMED_TOKENS = 256
-"""Largest step of the Hopper road whose experts are read in 4 bits, streamed once."""
 
 
 class Road(StrEnum):
@@ -46,7 +48,7 @@ class Road(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's tensors on the device; shapes as in ``model.transformer``, experts in MXFP4."""
+    """One layer's tensors on the device, experts apart; shapes as in ``model.transformer``."""
 
     attn_norm: Tensor
     qkv_weight: Tensor
@@ -55,14 +57,6 @@ class LayerWeights:
     out_weight: Tensor
     out_bias: Tensor
     mlp_norm: Tensor
-    gate_weight: Tensor
-    gate_bias: Tensor
-    gate_up: ExpertMatrix
-    gate_up_bias: Tensor
-    down: ExpertMatrix
-    down_bias: Tensor
-    streamed: StreamedExperts | None
-    """The same experts once more, in the order of the Hopper road's kernels for few tokens."""
 
 
 class CudaTransformer:
@@ -75,6 +69,8 @@ class CudaTransformer:
         device: a CUDA device.
         with_unembedding: False leaves the output projection out (prefill workers never sample).
         road: None chooses HOPPER where shape and device allow it.
+        resident_fp8: on the HOPPER road, hold FP8 experts for long chunks beside the 4-bit ones; False widens
+            a layer at a time, for workers that only decode and for models that fill the device.
 
     Raises:
         CheckpointError: a parameter is missing, surplus or given twice.
@@ -89,6 +85,7 @@ class CudaTransformer:
         device: torch.device | str = "cuda",
         with_unembedding: bool = True,
         road: Road | None = None,
+        resident_fp8: bool = False,
     ) -> None:
         self.config = config
         self.device = torch.device(device)
@@ -104,8 +101,13 @@ class CudaTransformer:
         self._norm = tensors.pop("norm.scale").bfloat16()
         self._unembedding = tensors.pop("unembedding.weight") if with_unembedding else None
         hopper = self.road is Road.HOPPER
-        self._layers = [_layer_weights(tensors, i, stream=hopper) for i in range(config.num_hidden_layers)]
-        self._workspace = MoeWorkspace(STREAMED_TOKENS, config.num_experts, self.device) if hopper else None
+        self._experts: ExpertLayers = (
+            HopperExpertLayers(config, self.device, resident_fp8) if hopper else PortableExpertLayers(config)
+        )
+        self._layers = []
+        for layer in range(config.num_hidden_layers):
+            self._layers.append(_layer_weights(tensors, layer))
+            self._experts.add_layer(_layer_experts(tensors, layer))
         if tensors:
             raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
         inv_freq, concentration = reference.yarn_inv_freq(
@@ -125,6 +127,9 @@ class CudaTransformer:
     ) -> Tensor:
         """Write the batch's KV, return final-norm hidden states [T, H]; ``after_layer(i)`` runs after it.
 
+        Without an output projection the last layer ends with its keys and values, and what is returned is of
+        no use.
+
         A batch of one token per sequence takes the decode kernels; nothing here synchronises with the host,
         so such a batch in fixed memory can be captured in a CUDA graph.
         """
@@ -135,9 +140,14 @@ class CudaTransformer:
             window = self.config.sliding_window if self.config.is_sliding(index) else None
             sequences = batch.full if window is None else batch.sliding
             mixed = self._attention(normed, weights, batch.positions, kv.layer(index), sequences, window)
+            if self._unembedding is None and index + 1 == len(self._layers):
+                # Nobody samples from this model, and the last layer's keys and values are in their pages.
+                if after_layer is not None:
+                    after_layer(index)
+                return normed
             normed = self._output_projection(x, mixed, weights)
             following = self._layers[index + 1].attn_norm if index + 1 < len(self._layers) else self._norm
-            x, normed = self._experts(x, normed, weights, following)
+            x, normed = self._experts.forward(index, x, normed, following)
             if after_layer is not None:
                 after_layer(index)
         return normed
@@ -201,35 +211,6 @@ class CudaTransformer:
         delta = torch.nn.functional.linear(mixed, weights.out_weight, weights.out_bias)
         return add_rms_norm_(delta, x, weights.mlp_norm, eps)
 
-    def _experts(
-        self, x: Tensor, normed: Tensor, weights: LayerWeights, following_norm: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(x + experts(normed), and its norm for the layer that follows), both [T, H]; x may be reused."""
-        config = self.config
-        if self._workspace is not None and x.shape[0] <= self._workspace.max_tokens:
-            assert weights.streamed is not None  # both are set on the Hopper road
-            routing = route_grouped(normed, weights.gate_weight, weights.gate_bias, self._workspace)
-            normed = moe_add_rms_norm(
-                *(normed, routing, weights.streamed, self._workspace, x, following_norm),
-                config.rms_norm_eps,
-            )
-            return x, normed
-        expert_ids, expert_weights = reference.route(
-            normed, weights.gate_weight, weights.gate_bias, config.experts_per_token
-        )
-        x = portable_moe.moe(
-            normed,
-            expert_ids,
-            expert_weights,
-            weights.gate_up,
-            weights.gate_up_bias,
-            weights.down,
-            weights.down_bias,
-            residual=x,
-            limit=config.swiglu_limit,
-        )
-        return x, rms_norm(x, following_norm, config.rms_norm_eps)
-
     def _skinny(self, tokens: int) -> bool:
         return self.road is Road.HOPPER and tokens <= skinny.MAX_TOKENS
 
@@ -280,17 +261,16 @@ def _collect(
     return tensors
 
 
-def _layer_weights(tensors: dict[str, Tensor], layer: int, stream: bool) -> LayerWeights:
-    def take(name: str) -> Tensor:
-        full = f"block.{layer}.{name}"
-        try:
-            return tensors.pop(full)
-        except KeyError:
-            raise CheckpointError(f"{full}: not given") from None
+def _take(tensors: dict[str, Tensor], layer: int, name: str) -> Tensor:
+    full = f"block.{layer}.{name}"
+    try:
+        return tensors.pop(full)
+    except KeyError:
+        raise CheckpointError(f"{full}: not given") from None
 
-    gate_up = ExpertMatrix(take("mlp.mlp1_weight.blocks"), take("mlp.mlp1_weight.scales"))
-    down = ExpertMatrix(take("mlp.mlp2_weight.blocks"), take("mlp.mlp2_weight.scales"))
-    gate_up_bias, down_bias = take("mlp.mlp1_bias"), take("mlp.mlp2_bias")
+
+def _layer_weights(tensors: dict[str, Tensor], layer: int) -> LayerWeights:
+    take = partial(_take, tensors, layer)
     return LayerWeights(
         attn_norm=take("attn.norm.scale"),
         qkv_weight=take("attn.qkv.weight"),
@@ -299,18 +279,26 @@ def _layer_weights(tensors: dict[str, Tensor], layer: int, stream: bool) -> Laye
         out_weight=take("attn.out.weight"),
         out_bias=take("attn.out.bias"),
         mlp_norm=take("mlp.norm.scale"),
+    )
+
+
+def _layer_experts(tensors: dict[str, Tensor], layer: int) -> CheckpointExperts:
+    take = partial(_take, tensors, layer)
+    return CheckpointExperts(
         gate_weight=take("mlp.gate.weight"),
         gate_bias=take("mlp.gate.bias"),
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=down,
-        down_bias=down_bias,
-        streamed=StreamedExperts.from_checkpoint(gate_up, gate_up_bias, down, down_bias) if stream else None,
+        gate_up=ExpertMatrix(take("mlp.mlp1_weight.blocks"), take("mlp.mlp1_weight.scales")),
+        gate_up_bias=take("mlp.mlp1_bias"),
+        down=ExpertMatrix(take("mlp.mlp2_weight.blocks"), take("mlp.mlp2_weight.scales")),
+        down_bias=take("mlp.mlp2_bias"),
     )
 
 
 def load_cuda_model(
-    directory: Path, device: torch.device | str = "cuda", with_unembedding: bool = True
+    directory: Path,
+    device: torch.device | str = "cuda",
+    with_unembedding: bool = True,
+    resident_fp8: bool = False,
 ) -> CudaTransformer:
     """Read a checkpoint of either layout into the fast model.
 
@@ -320,4 +308,5 @@ def load_cuda_model(
     """
     index = open_checkpoint(directory)
     skip = frozenset[TensorKind]() if with_unembedding else frozenset({TensorKind.UNEMBEDDING})
-    return CudaTransformer(index.config, read_parameters(index, skip), device, with_unembedding)
+    parameters = read_parameters(index, skip)
+    return CudaTransformer(index.config, parameters, device, with_unembedding, resident_fp8=resident_fp8)

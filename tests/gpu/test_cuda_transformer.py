@@ -116,6 +116,38 @@ def test_teacher_forced_logits_follow_float32(shape: str, road: Road, sequences:
     assert same >= min(0.99, same_plain - 0.03)
 
 
+@pytest.mark.parametrize("resident", [True, False])
+def test_long_chunks_take_fp8_experts(resident: bool) -> None:
+    config = four_layers("gpt-oss-20b")
+    prompts = tokens(1, 700)
+    expected = teacher_forced(plain(config, torch.float32), prompts, 700, 696, torch.float32)
+    yardstick = teacher_forced(plain(config, torch.bfloat16), prompts, 700, 696, torch.bfloat16)
+    parameters = synthesize_parameters(config, 0, "cuda")
+    model = CudaTransformer(config, parameters, road=Road.HOPPER, resident_fp8=resident)
+    got = teacher_forced(model, prompts, 384, 696, torch.bfloat16)
+    same, error = agreement(got, expected)
+    same_plain, error_plain = agreement(yardstick, expected)
+    print(f"FP8 {resident=}: argmax equal at {same:.4f}, error {error:.4f}")
+    print(f"  plain bf16: {same_plain:.4f}, {error_plain:.4f}")
+    assert error <= 2.5 * error_plain
+    assert same >= same_plain - 0.15
+
+
+def test_a_model_that_never_samples_fills_the_same_pages() -> None:
+    config = four_layers("gpt-oss-20b")
+    prompt = tokens(1, 100)
+    caches = []
+    for sampling in (True, False):
+        torch.manual_seed(0)
+        cache = Cache(config, 1, 100, torch.bfloat16)
+        parameters = synthesize_parameters(config, 0, "cuda")
+        model = CudaTransformer(config, parameters, with_unembedding=sampling)
+        model.forward(batch_of(cache, [0], prompt, 0), cache)
+        caches.append(cache)
+    for layer in range(config.num_hidden_layers):
+        assert torch.equal(caches[0].layer(layer), caches[1].layer(layer))
+
+
 def test_a_decode_step_in_a_graph_equals_the_eager_one() -> None:
     model = fast(four_layers("gpt-oss-20b"))
     cache = Cache(model.config, 2, 200, torch.bfloat16)

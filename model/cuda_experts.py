@@ -1,0 +1,137 @@
+"""The second half of a layer on a CUDA device: router, experts, residual, and the norm that follows.
+
+Two implementations behind one call. Which kernels serve a step of a given size is fixed by its number of
+tokens; nothing falls back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels import portable_moe
+from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
+from antiphon.kernels.moe.decode import MAX_TOKENS, MoeWorkspace, moe_add_rms_norm, route_grouped
+from antiphon.kernels.moe.fp8_weights import Fp8Experts
+from antiphon.kernels.moe.prefill import Fp8Workspace, moe_fp8
+from antiphon.kernels.moe.regime import streams_4_bit
+from antiphon.kernels.moe.streamed import StreamedExperts
+from antiphon.kernels.moe.widen import empty_layer, widen_layer
+from antiphon.kernels.reference import ExpertMatrix
+from antiphon.kernels.router import route
+from antiphon.model.config import GptOssConfig
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointExperts:
+    """One layer's router and experts as the checkpoint stores them, on the device."""
+
+    gate_weight: Tensor
+    gate_bias: Tensor
+    gate_up: ExpertMatrix
+    gate_up_bias: Tensor
+    down: ExpertMatrix
+    down_bias: Tensor
+
+
+class ExpertLayers(Protocol):
+    """All layers' routers and experts."""
+
+    def add_layer(self, experts: CheckpointExperts) -> None:
+        """Take the next layer, in order; the checkpoint's form may be freed afterwards."""
+
+    def forward(self, layer: int, x: Tensor, normed: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:
+        """``x + experts(normed)`` and its RMSNorm with ``following_norm``; all [T, H], x may be reused."""
+
+
+class PortableExpertLayers:
+    """Triton on MXFP4 weights as they are, for any shape."""
+
+    def __init__(self, config: GptOssConfig) -> None:
+        self._config = config
+        self._layers: list[CheckpointExperts] = []
+
+    def add_layer(self, experts: CheckpointExperts) -> None:
+        """Take the next layer."""
+        self._layers.append(experts)
+
+    def forward(self, layer: int, x: Tensor, normed: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``ExpertLayers``."""
+        config, experts = self._config, self._layers[layer]
+        ids, weights = route(normed, experts.gate_weight, experts.gate_bias, config.experts_per_token)
+        x = portable_moe.moe(
+            *(normed, ids, weights, experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias),
+            residual=x,
+            limit=config.swiglu_limit,
+        )
+        return x, rms_norm(x, following_norm, config.rms_norm_eps)
+
+
+class HopperExpertLayers:
+    """The kernels made for GPT-OSS on sm_90: 4 bits streamed for few tokens, FP8 tiles for many.
+
+    Args:
+        resident_fp8: hold every layer's FP8 tiles beside the 4-bit weights; otherwise one layer at a time is
+            widened into scratch memory before its grouped GEMM (the choice where FP8 does not fit).
+    """
+
+    def __init__(self, config: GptOssConfig, device: torch.device, resident_fp8: bool) -> None:
+        self._config = config
+        self._device = device
+        self.resident_fp8 = resident_fp8
+        self.inexact_tiles = 0
+        """Tiles of 128 x 128 that lost a value when they were widened to FP8 at load."""
+        self.tiles = 0
+        self._routers: list[tuple[Tensor, Tensor]] = []
+        self._streamed: list[StreamedExperts] = []
+        self._fp8: list[Fp8Experts] = []
+        self._scratch: Fp8Experts | None = None
+        self._workspace = MoeWorkspace(MAX_TOKENS, config.num_experts, device)
+        self._fp8_workspace: Fp8Workspace | None = None
+
+    def add_layer(self, experts: CheckpointExperts) -> None:
+        """Convert the next layer."""
+        matrices = (experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias)
+        self._routers.append((experts.gate_weight, experts.gate_bias))
+        self._streamed.append(StreamedExperts.from_checkpoint(*matrices))
+        if self.resident_fp8:
+            layer = Fp8Experts.from_checkpoint(*matrices)
+            self._fp8.append(layer)
+            for matrix in (layer.gate_up, layer.down):
+                self.inexact_tiles += matrix.inexact_tiles
+                self.tiles += matrix.tiles
+
+    def forward(self, layer: int, x: Tensor, normed: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``ExpertLayers``."""
+        config = self._config
+        gate_weight, gate_bias = self._routers[layer]
+        if streams_4_bit(x.shape[0], config.num_experts):
+            routing = route_grouped(normed, gate_weight, gate_bias, self._workspace)
+            normed = moe_add_rms_norm(
+                *(normed, routing, self._streamed[layer], self._workspace, x, following_norm),
+                config.rms_norm_eps,
+            )
+            return x, normed
+        ids, weights = route(normed, gate_weight, gate_bias, config.experts_per_token)
+        out = moe_fp8(normed, ids, weights, self._fp8_layer(layer), self._fp8_buffers(x.shape[0]))
+        return x, add_rms_norm_(out, x, following_norm, config.rms_norm_eps)
+
+    def _fp8_layer(self, layer: int) -> Fp8Experts:
+        if self.resident_fp8:
+            return self._fp8[layer]
+        streamed = self._streamed[layer]
+        if self._scratch is None:
+            self._scratch = empty_layer(streamed)
+        widen_layer(streamed, self._scratch)
+        return Fp8Experts(
+            self._scratch.gate_up, streamed.gate_up_bias, self._scratch.down, streamed.down_bias
+        )
+
+    def _fp8_buffers(self, tokens: int) -> Fp8Workspace:
+        """Buffers for the largest chunk seen; steps of one size, the usual case, allocate once."""
+        if self._fp8_workspace is None or self._fp8_workspace.max_tokens < tokens:
+            self._fp8_workspace = Fp8Workspace(tokens, self._config.num_experts, self._device)
+        return self._fp8_workspace

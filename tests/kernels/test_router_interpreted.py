@@ -1,0 +1,31 @@
+"""The Triton router against the plain op, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from antiphon.kernels import reference
+from antiphon.kernels.router import route
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="interpreter only; tests/gpu runs the real ones"
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hidden"), [(1, 8, 128), (37, 32, 2880), (5, 128, 192), (16, 6, 96)]
+)
+def test_router_equals_the_plain_op(tokens: int, experts: int, hidden: int) -> None:
+    torch.manual_seed(tokens)
+    x, weight, bias = torch.randn(tokens, hidden), torch.randn(experts, hidden), torch.randn(experts)
+    ids, weights = route(x, weight, bias, 4)
+    expected_ids, expected_weights = reference.route(x, weight, bias, 4)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-5)
+
+
+def test_the_lowest_id_wins_among_equals() -> None:
+    ids, weights = route(torch.zeros(2, 64), torch.randn(8, 64), torch.ones(8), 4)
+    assert ids.tolist() == [[0, 1, 2, 3]] * 2
+    torch.testing.assert_close(weights, torch.full((2, 4), 0.25))
