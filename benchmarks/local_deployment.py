@@ -24,6 +24,7 @@ import psutil
 
 from antiphon.cluster.cli_serve import DEFAULT_CONFIG, read_config
 from antiphon.cluster.deployment import deploy
+from antiphon.cluster.resolution import resolve_deployment
 
 PROMPT_TOKENS = 200
 TEMPLATE_TOKENS = 67
@@ -39,7 +40,7 @@ async def measure(config_file: Path) -> Figures:
     """Start the deployment, measure it, stop it."""
     config = read_config(None, config_file, 0)
     began = time.monotonic()
-    async with deploy(config) as deployment:
+    async with deploy(resolve_deployment(config)) as deployment:
         await deployment.wait_ready()
         ready_s = time.monotonic() - began
         limits = httpx.Limits(max_connections=STREAMS)

@@ -136,7 +136,7 @@ class RouterActor:
         from antiphon.router.server import RouterServer
 
         configure_logs(self._worker_id, self._config.log.level)
-        formatter = await asyncio.to_thread(HarmonyFormatter)
+        formatter = await asyncio.to_thread(HarmonyFormatter.configured, self._config.router)
         transfer = self._config.transfer
         gateway = LinkGateway(
             self._worker_id,

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import yaml
 
-from antiphon.cluster.deployment import Deployment, serve_until_stopped
+from antiphon.cluster.deployment import Deployment, check_port_is_free, serve_until_stopped
 from antiphon.cluster.logs import configure_logs
+from antiphon.cluster.process_plan import plan_processes
+from antiphon.cluster.resolution import resolve_deployment
 from antiphon.configs import schema
 from antiphon.configs.schema import DeploymentConfig, load_deployment
 
@@ -28,12 +30,16 @@ def serve(model: str | None, config_file: Path | None, port: int | None, *, verb
     began = time.monotonic()
     config = read_config(model, config_file, port, verbose=verbose)
     configure_logs("supervisor", config.log.level)
+    # What is wrong with the configuration is said before a model is fetched, and both before anything starts.
+    plan_processes(config)
+    check_port_is_free(config)
+    resolved = resolve_deployment(config)
 
     def announce(deployment: Deployment) -> None:
         print(_greeting(deployment.urls, config.model.name, time.monotonic() - began), flush=True)
 
     print("Starting Ray, prefill, decode and the router ...", file=sys.stderr, flush=True)
-    asyncio.run(serve_until_stopped(config, on_ready=announce))
+    asyncio.run(serve_until_stopped(resolved, on_ready=announce))
     print("Stopped.", file=sys.stderr)
 
 

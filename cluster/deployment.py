@@ -12,7 +12,7 @@ import httpx
 
 from antiphon.cluster.process_plan import plan_processes
 from antiphon.cluster.ray_cluster import Interrupted, RayCluster
-from antiphon.cluster.resolution import resolve_deployment
+from antiphon.cluster.resolution import ResolvedDeployment
 from antiphon.cluster.supervisor import Supervisor
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import ConfigError
@@ -61,19 +61,20 @@ class Deployment:
 
 
 @contextlib.asynccontextmanager
-async def deploy(config: DeploymentConfig, *, stop: asyncio.Event | None = None) -> AsyncIterator[Deployment]:
-    """Start every process of ``config``; yields once all run, and ends them all on the way out.
+async def deploy(
+    resolved: ResolvedDeployment, *, stop: asyncio.Event | None = None
+) -> AsyncIterator[Deployment]:
+    """Start every process of a deployment; yields once all run, and ends them all on the way out.
 
     ``stop`` cuts the start short: what is yielded then may lack processes.
 
     Raises:
         ConfigError: the configuration cannot be placed.
-        CheckpointError: its model cannot be found or loaded.
         StartFailed: a process could not start; the message names it and the reason.
     """
+    config = resolved.config
     specs = plan_processes(config)
-    _check_port_is_free(config)
-    resolved = resolve_deployment(config)
+    check_port_is_free(config)
     with RayCluster(resolved, specs) as cluster:
         supervisor = Supervisor(
             specs, cluster, lease_s=config.transfer.lease_s, heartbeat_s=config.transfer.heartbeat_s
@@ -86,7 +87,7 @@ async def deploy(config: DeploymentConfig, *, stop: asyncio.Event | None = None)
 
 
 async def serve_until_stopped(
-    config: DeploymentConfig,
+    resolved: ResolvedDeployment,
     *,
     on_ready: Callable[[Deployment], None],
 ) -> None:
@@ -98,7 +99,7 @@ async def serve_until_stopped(
     stop = asyncio.Event()
 
     async def run() -> None:
-        async with deploy(config, stop=stop) as deployment:
+        async with deploy(resolved, stop=stop) as deployment:
             await _unless_stopped(stop, deployment.wait_ready())
             if not stop.is_set():
                 on_ready(deployment)
@@ -142,8 +143,12 @@ async def _answers_ready(client: httpx.AsyncClient, url: str) -> bool:
         return False  # its server is not listening yet, or just restarted
 
 
-def _check_port_is_free(config: DeploymentConfig) -> None:
-    """Fail before anything starts when another program holds the port of a local deployment."""
+def check_port_is_free(config: DeploymentConfig) -> None:
+    """Fail before anything starts when another program holds the port of a local deployment.
+
+    Raises:
+        ConfigError: names the port, or the host that does not exist.
+    """
     host, port = config.router.host, config.router.port
     if port == 0 or config.ray.address is not None:
         return

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from antiphon.cluster.deployment import Deployment, deploy
+from antiphon.cluster.resolution import resolve_deployment
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.identity import Role
 
@@ -28,7 +29,8 @@ CONTEXT = 2048
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment(local_deployment: DeploymentConfig) -> AsyncIterator[Deployment]:
     model = local_deployment.model.model_copy(update={"max_context_tokens": CONTEXT})
-    async with deploy(local_deployment.model_copy(update={"model": model})) as running:
+    config = local_deployment.model_copy(update={"model": model})
+    async with deploy(resolve_deployment(config)) as running:
         await running.wait_ready()
         yield running
 
