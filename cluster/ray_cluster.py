@@ -46,16 +46,17 @@ ACTOR_KINDS: Mapping[Role, type] = {
     Role.ROUTER: actors.RouterActor,
 }
 
-QUIET_RAY = {
+PRIVATE_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # of 15 by default, which is for batch work beside a user's own
     # Whatever its name says: off means that every server of the cluster listens on loopback only.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-"""Environment of a private cluster: loopback only, no usage report, no metrics, plain log lines."""
+"""Environment of a private cluster: loopback only, normal priority, no usage report, plain log lines."""
 
 LOOPBACK_KV = {"UCX_NET_DEVICES": "lo"}
 """For workers of a private cluster: KV moves over shared memory or loopback, nothing listens elsewhere."""
@@ -269,7 +270,7 @@ class RayCluster:
                 raise ConfigError(f"ray.address: {address}: {' '.join(str(error).split())}") from error
             return
         # Ray reads its environment when it is imported, so the token must be there before.
-        self._set_environment({**QUIET_RAY, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _ray_token()})
+        self._set_environment({**PRIVATE_RAY, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _ray_token()})
         import ray
 
         _remove_abandoned_folders()
