@@ -5,6 +5,7 @@ Unknown keys are errors, units are in the names, and every key is documented whe
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -154,6 +155,8 @@ class RouterConfig(Section):
     """PEM file of the certificate chain; with it and its key the API is HTTPS."""
     tls_key_file: str | None = None
     """PEM file of the certificate's private key."""
+    current_date: datetime.date | None = None
+    """The date that prompts name; today's (UTC) when absent. A fixed one keeps caches past midnight."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the API from a browser; none unless named, ``*`` is all."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 
+from antiphon.configs.schema import RouterConfig
 from antiphon.router.conversation import Conversation, ToolChoiceMode
 from antiphon.router.formatter import InvalidPrompt, RenderedPrompt
 from antiphon.router.harmony.markers import END_OF_TEXT, FIRST_SPECIAL, RETURN, START, STOP_IDS
@@ -29,6 +30,12 @@ class HarmonyFormatter:
     def __init__(self, vocabulary: Vocabulary | None = None, current_date: Callable[[], str] = today) -> None:
         self.vocabulary = vocabulary or load_vocabulary()
         self._current_date = current_date
+
+    @classmethod
+    def configured(cls, config: RouterConfig) -> HarmonyFormatter:
+        """The formatter of a deployment: with its fixed date, if it has one."""
+        fixed = config.current_date
+        return cls(current_date=today if fixed is None else fixed.isoformat)
 
     @property
     def vocabulary_size(self) -> int:

@@ -120,11 +120,10 @@ def chat_document(
 
 
 def _message(message: CollectedMessage, *, include_reasoning: bool) -> dict[str, object]:
-    content = "".join(message.content)
     document: dict[str, object] = {
         "role": "assistant",
-        # Null exactly where OpenAI has it: a message that only calls tools.
-        "content": None if message.tool_calls and not content else content,
+        # Null, not empty: there are calls alone, or the answer was cut short before its text began.
+        "content": "".join(message.content) or None,
         "refusal": None,
         "annotations": [],
     }
