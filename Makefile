@@ -17,7 +17,7 @@ SETUP_ID := $(shell { cat requirements/lock.txt pyproject.toml; echo '$(abspath 
 STAMP := $(VENV)/.installed-$(SETUP_ID)
 TINY := .cache/checkpoints/tiny
 
-.PHONY: help setup serve check test test-gpu bench lock clean
+.PHONY: help setup serve check test test-gpu bench docs lock clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -54,6 +54,10 @@ test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## The tests that ne
 
 bench: $(STAMP) $(TINY)/config.json ## Measure the deployment on this machine
 	$(PY) -m antiphon.benchmarks.local_deployment --config $(CONFIG)
+
+docs: $(STAMP) ## Write the pages that are made from the code
+	$(PY) -m antiphon.configs.reference > docs/configuration.md.new
+	mv docs/configuration.md.new docs/configuration.md
 
 lock: ## Write requirements/lock.txt from the present .venv
 	$(PY) requirements/write_lock.py > requirements/lock.txt.new

@@ -60,3 +60,16 @@ def test_lock_pins_every_requirement() -> None:
     lock = (ROOT / "requirements/lock.txt").read_text().splitlines()
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lock if "==" in line}
     assert names <= pinned, sorted(names - pinned)
+
+
+def test_the_configuration_page_is_that_of_the_schema() -> None:
+    from antiphon.configs.reference import render_reference
+
+    assert (ROOT / "docs/configuration.md").read_text() == render_reference(), "run `make docs`"
+
+
+def test_every_key_is_documented_on_the_page() -> None:
+    rows = (ROOT / "docs/configuration.md").read_text().splitlines()
+    keys = [row.split("|") for row in rows if row.startswith("| `")]
+    assert len(keys) > 40
+    assert not [cells[1] for cells in keys if not cells[-2].strip()]
