@@ -13,11 +13,16 @@ positions whose KV must be there, S the page size and W the window:
 
 A whole page gets its prefix key in ``advance``. In PINNED every hold is of kind PINNED. ``holds`` is the one
 place that says all this to the account.
+
+A sequence may end while a planned step still touches its pages. Those holds stay until ``retire`` says that
+the step is over, so that nobody, a peer least of all, writes into a page that a running step reads or writes.
+The pages that ``advance`` leaves behind need no such wait: a step planned for positions from c on reads
+nothing before the window that ends at c.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 from antiphon.engine.pages import AccountingError, Hold, PagePool, PageState
@@ -47,6 +52,12 @@ class SequencePages:
             enabled=settings.prefix_cache,
         )
         self._quarantine: dict[tuple[str, int], dict[str, list[int]]] = {}
+        self.planned_step = 0
+        """Number of the last planned step; counts up."""
+        self.retired_step = 0
+        """Number of the last step that is over: neither the device nor the host touches its pages."""
+        self._retiring: deque[tuple[int, str, list[int], Hold]] = deque()
+        """Holds of ended sequences, with the step that they wait for."""
 
     # ----------------------------------------------------------------------------------------- admission
 
@@ -79,7 +90,7 @@ class SequencePages:
         table.full += self.full.allocate(new_full, hold)
         table.sliding += self.sliding.allocate(new_sliding, hold)
         sequence.pages = table
-        sequence.computed_tokens = sequence.cached_tokens = hit.tokens
+        sequence.computed_tokens = sequence.planned_tokens = sequence.cached_tokens = hit.tokens
         sequence.published_pages = hit.tokens // self._page_size
 
     def _admission(self, sequence: Sequence, hit: PrefixHit, first_chunk: int) -> tuple[PageTable, int, int]:
@@ -124,7 +135,8 @@ class SequencePages:
     def advance(self, sequence: Sequence, computed: int) -> None:
         """The positions before ``computed`` hold KV now: publish whole pages, leave the window behind."""
         sequence.computed_tokens = computed
-        self._publish(sequence)
+        if computed // self._page_size > sequence.published_pages:
+            self._publish(sequence)
         table = sequence.pages
         first = window_first_page(computed, self._window, self._page_size)
         passed = first - table.sliding_first
@@ -137,7 +149,8 @@ class SequencePages:
         """A peer wrote every wanted position of a RESERVED sequence."""
         for group, pages in self._reserved(sequence).items():
             self.pool(group).convert(pages, Hold.RESERVED, Hold.USED)
-        sequence.computed_tokens = sequence.kv_target  # published with the first step, in ``advance``
+        # Published with the first step, in ``advance``.
+        sequence.computed_tokens = sequence.planned_tokens = sequence.kv_target
 
     def pin(self, sequence: Sequence) -> None:
         """A PREFILL_ONLY sequence is computed: its pages stay for the transport."""
@@ -164,12 +177,35 @@ class SequencePages:
         self.sliding.forget(sequence.pages.sliding)
 
     def release(self, sequence: Sequence) -> None:
-        """Take every page back from a sequence that leaves its state for PREEMPTED or FINISHED."""
+        """Take every page back from a sequence that leaves its state for PREEMPTED or FINISHED.
+
+        They return to the pools when the last step that touches them has retired.
+        """
         for group, pages, hold in self._holds_by_kind(sequence):
             # The end of a prefix is evicted before its beginning, which more prompts share.
-            self.pool(group).drop(reversed(pages), hold)
+            last_first = pages[::-1]
+            if sequence.last_step <= self.retired_step:
+                self.pool(group).drop(last_first, hold)
+            elif pages:
+                self._retiring.append((sequence.last_step, group, last_first, hold))
         sequence.pages = PageTable()
-        sequence.computed_tokens = 0
+        sequence.computed_tokens = sequence.planned_tokens = sequence.pending_tokens = 0
+
+    def retire(self, step: int) -> None:
+        """A step, and every one before it, is over: return what waited for it."""
+        self.retired_step = step
+        for _ in range(len(self._retiring)):
+            item = self._retiring.popleft()
+            last_step, group, pages, hold = item
+            if last_step <= step:
+                self.pool(group).drop(pages, hold)
+            else:
+                self._retiring.append(item)
+
+    @property
+    def step_in_flight(self) -> bool:
+        """Whether a planned step has not retired."""
+        return self.planned_step > self.retired_step
 
     def quarantine(self, sequence: Sequence) -> bool:
         """As ``release``, but pages that a transport may still touch are set aside; says whether any were.
@@ -204,6 +240,11 @@ class SequencePages:
         """Ended attempts whose pages are still set aside."""
         return list(self._quarantine)
 
+    @property
+    def quarantined_count(self) -> int:
+        """How many ended attempts have pages set aside."""
+        return len(self._quarantine)
+
     # --------------------------------------------------------------------------------------------- account
 
     def holds(self, sequence: Sequence) -> Iterator[tuple[str, int, Hold]]:
@@ -225,6 +266,8 @@ class SequencePages:
         for kept in self._quarantine.values():
             for group, pages in kept.items():
                 expected[group].update((page, Hold.QUARANTINED) for page in pages)
+        for _, group, pages, hold in self._retiring:
+            expected[group].update((page, hold) for page in pages)
         self.full.check(expected[FULL])
         self.sliding.check(expected[SLIDING])
 

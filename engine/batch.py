@@ -21,7 +21,7 @@ from antiphon.kernels.reference import PagedSequences
 from antiphon.model.forward import ForwardBatch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: hundreds are made per step, and freezing triples their cost
 class Work:
     """Positions ``start : start + count`` of one sequence, to be computed in one step.
 

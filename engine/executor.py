@@ -1,8 +1,10 @@
-"""Runs one planned step on the model and samples."""
+"""Runs planned steps on the model and samples: the seam behind the planning, and its plain form."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -13,30 +15,84 @@ from antiphon.model.forward import LanguageModel
 from antiphon.protocol.messages import SamplingParams
 
 
+class LaunchedStep(Protocol):
+    """A step on its way."""
+
+    def result(self) -> list[Choice]:
+        """Wait until the step has retired: no page that it references is read or written any more.
+
+        Returns:
+            One choice for each work item with ``samples``, in the order of the work.
+        """
+
+
+class Executor(Protocol):
+    """Computes steps one after the other, in the order in which they were launched."""
+
+    def launch(
+        self, work: Sequence[Work], on_layer_group: Callable[[int], None] | None = None
+    ) -> LaunchedStep:
+        """Begin a step: its KV, and the choice of its tokens.
+
+        Args:
+            work: items with ``count >= 1``. An item whose only token is not known yet takes the one that the
+                step launched just before samples for the same sequence.
+            on_layer_group: called with 0, 1, .. right after a group's last layer was issued.
+        """
+
+    @property
+    def road(self) -> str:
+        """How steps are computed, in words for the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A step that was over when it was launched."""
+
+    choices: list[Choice]
+
+    def result(self) -> list[Choice]:
+        """The choices."""
+        return self.choices
+
+
+def layer_hook(
+    kv_cache: PagedKvCache, layer_groups: int
+) -> Callable[[Callable[[int], None]], Callable[[int], None]]:
+    """Turns a callback per layer group into one per layer."""
+    group_after_layer = {layer: group for group, layer in enumerate(kv_cache.last_layers(layer_groups))}
+
+    def hook(on_layer_group: Callable[[int], None]) -> Callable[[int], None]:
+        def after_layer(layer: int) -> None:
+            group = group_after_layer.get(layer)
+            if group is not None:
+                on_layer_group(group)
+
+        return after_layer
+
+    return hook
+
+
 class StepExecutor:
-    """Owns nothing but references: the model, the KV memory and the order of layer groups."""
+    """The plain form: a step is computed whole before ``launch`` returns, and sampled with the host's help.
+
+    Owns nothing but references: the model, the KV memory and the order of layer groups.
+    """
+
+    road = "eager forward pass, sampled on the host"
 
     def __init__(self, model: LanguageModel, kv_cache: PagedKvCache, layer_groups: int) -> None:
         self._model = model
         self._kv_cache = kv_cache
-        self._group_after_layer = {
-            layer: group for group, layer in enumerate(kv_cache.last_layers(layer_groups))
-        }
+        self._layer_hook = layer_hook(kv_cache, layer_groups)
 
     @torch.inference_mode()
-    def execute(self, work: Sequence[Work], on_layer_group: Callable[[int], None] | None) -> list[Choice]:
-        """Compute the step's KV and choose tokens.
-
-        Args:
-            work: items with ``count >= 1``.
-            on_layer_group: called with 0, 1, .. right after a group's last layer was issued.
-
-        Returns:
-            One choice for each item with ``samples``, in order. The step has retired on the device, so no
-            page that it references is read or written any more.
-        """
+    def launch(
+        self, work: Sequence[Work], on_layer_group: Callable[[int], None] | None = None
+    ) -> LaunchedStep:
+        """See ``Executor``. Every token of every item must be known."""
         if not work:
-            return []
+            return Finished([])
         device = self._kv_cache.device
         batch = build_forward_batch(work, self._kv_cache.page_size, device)
         after_layer = None if on_layer_group is None else self._layer_hook(on_layer_group)
@@ -47,23 +103,25 @@ class StepExecutor:
             last = batch.full.query_start[1:].long() - 1
             rows = last[torch.tensor(sampling, device=device)]
             logits = self._model.logits(hidden[rows])
-            choices = sample(logits, [_sampling_row(work[index]) for index in sampling])
+            choices = sample(logits, [sampling_row(work[index]) for index in sampling])
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return choices
-
-    def _layer_hook(self, on_layer_group: Callable[[int], None]) -> Callable[[int], None]:
-        def after_layer(layer: int) -> None:
-            group = self._group_after_layer.get(layer)
-            if group is not None:
-                on_layer_group(group)
-
-        return after_layer
+        return Finished(choices)
 
 
-def _sampling_row(work: Work) -> SamplingRow:
+def sampling_row(work: Work) -> SamplingRow:
+    """What the plain sampler needs to know of a work item that samples."""
     sequence = work.sequence
-    params = sequence.request.sampling
+    return SamplingRow(sampling_params(work), sequence.output)
+
+
+def sampling_params(work: Work) -> SamplingParams:
+    """The parameters of a work item that samples.
+
+    Raises:
+        TypeError: its request has none.
+    """
+    params = work.sequence.request.sampling
     if not isinstance(params, SamplingParams):
-        raise TypeError(f"request {sequence.request.request_id} is sampled without sampling parameters")
-    return SamplingRow(params, sequence.output)
+        raise TypeError(f"request {work.sequence.request.request_id} is sampled without sampling parameters")
+    return params

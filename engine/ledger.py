@@ -10,6 +10,7 @@ from collections import Counter
 from antiphon.engine import intake
 from antiphon.engine.allocation import FULL, SLIDING, SequencePages
 from antiphon.engine.batch import Work
+from antiphon.engine.deadlines import Deadlines
 from antiphon.engine.events import (
     EngineEvent,
     KvWritten,
@@ -34,13 +35,17 @@ class Ledger:
 
     def __init__(self, settings: EngineSettings, inbox: intake.Inbox) -> None:
         self._settings = settings
+        self._max_sequence_tokens = settings.max_sequence_tokens
         self._inbox = inbox
         self.pages = SequencePages(settings)
         self.scheduler = Scheduler(settings, self.pages)
         self._sequences: dict[str, Sequence] = {}
         self.steps = 0
+        self.generated_tokens = 0
         self._counters: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
+        self._finished_seen: dict[str, int] = {}
+        self._deadlines = Deadlines()
         self.next_deadline_s: float | None = None
         """The earliest deadline of a live sequence."""
 
@@ -76,8 +81,7 @@ class Ledger:
             self._counters["stale"] += 1  # a repeated notification
         elif isinstance(command, intake.KvReady):
             self._counters["received"] += sequence.kv_target - sequence.cached_tokens
-            self.pages.receive(sequence)
-            sequence.move(SequenceStatus.RUNNING)
+            self.scheduler.receive(sequence)
             self._runnable(sequence, now)
         else:
             self.scheduler.preempt(sequence)
@@ -89,6 +93,8 @@ class Ledger:
         sequence = Sequence(request, command.arrival, command.submitted_s)
         self._sequences[request.request_id] = sequence
         self.scheduler.enqueue(sequence)
+        if sequence.deadline_s is not None:
+            self._deadlines.add(sequence.deadline_s, sequence.arrival, request.request_id)
         if self._inbox.is_fenced(request.request_id, request.attempt):
             error = f"attempt {request.attempt} is not newer than a quarantined one"
             return [self._finish(sequence, FinishReason.ERROR, now, error=error)]
@@ -101,14 +107,18 @@ class Ledger:
         possible, and the owner releases the quarantine when it was not.
         """
         events: list[EngineEvent] = []
-        if self.next_deadline_s is not None and self.next_deadline_s <= now:
-            for sequence in tuple(self._sequences.values()):
-                if sequence.deadline_s is not None and sequence.deadline_s <= now:
-                    exposed = sequence.status is SequenceStatus.RESERVED
-                    exposed |= sequence.kind is RequestKind.PREFILL_ONLY
-                    events.append(self._finish(sequence, FinishReason.DEADLINE, now, quarantine=exposed))
-        deadlines = (s.deadline_s for s in self._sequences.values() if s.deadline_s is not None)
-        self.next_deadline_s = min(deadlines, default=None)
+        self.next_deadline_s = None
+        while (first := self._deadlines.first()) is not None:
+            deadline_s, arrival, request_id = first
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and sequence.arrival == arrival:
+                if deadline_s > now:
+                    self.next_deadline_s = deadline_s
+                    break
+                exposed = sequence.status is SequenceStatus.RESERVED
+                exposed |= sequence.kind is RequestKind.PREFILL_ONLY
+                events.append(self._finish(sequence, FinishReason.DEADLINE, now, quarantine=exposed))
+            self._deadlines.pop()
         return events
 
     # -------------------------------------------------------------------------------------------- planning
@@ -176,9 +186,13 @@ class Ledger:
             sliding_pages=sliding,
         )
 
-    def commit(self, work: Work, choice: Choice | None, now: float) -> list[EngineEvent]:
+    def commit(self, work: Work, choice: Choice | None, step: int, now: float) -> list[EngineEvent]:
         """One item of a step was computed and perhaps sampled."""
         sequence = work.sequence
+        if sequence.status is SequenceStatus.FINISHED:
+            return []  # aborted while the step computed, or ended by the step before it
+        if sequence.void_step == step:
+            return []
         if sequence.status is SequenceStatus.PREFILLING:
             self._counters["computed"] += work.count
         self.scheduler.complete(work)
@@ -187,18 +201,22 @@ class Ledger:
             return [PrefillComputed(sequence.request.request_id, sequence.attempt, now - started)]
         if choice is None:
             return []
+        if choice.undecided:
+            sequence.sorts_whole_row = True
+            self.scheduler.void(sequence, step)
+            return []
         if choice.token_id is None:
             self.pages.distrust(sequence)
-            error = f"the logits of output position {len(sequence.output)} are not finite"
+            error = f"the logits of output position {sequence.output_tokens} are not finite"
             return [self._finish(sequence, FinishReason.ERROR, now, error=error)]
         return self._emit(sequence, choice.token_id, choice, now)
 
     def _emit(self, sequence: Sequence, token: int, choice: Choice, now: float) -> list[EngineEvent]:
-        position = len(sequence.output)
+        position = sequence.output_tokens
         sequence.token_ids.append(token)
         if sequence.first_token_s is None:
             sequence.first_token_s = now
-        self._counters["generated"] += 1
+        self.generated_tokens += 1
         logprobs = None if choice.logprobs is None else (choice.logprobs,)
         request_id = sequence.request.request_id
         events: list[EngineEvent] = [
@@ -217,8 +235,10 @@ class Ledger:
         # Before min_tokens the sampler has banned the stop ids, so none can arrive here too early.
         if token in params.stop_token_ids and not params.ignore_eos:
             return FinishReason.STOP
-        full = len(sequence.token_ids) >= self._settings.max_sequence_tokens
-        return FinishReason.LENGTH if full or len(sequence.output) >= params.max_tokens else None
+        tokens = len(sequence.token_ids)
+        if tokens >= sequence.length_limit or tokens >= self._max_sequence_tokens:
+            return FinishReason.LENGTH
+        return None
 
     # ------------------------------------------------------------------------------------------------ ends
 
@@ -240,11 +260,11 @@ class Ledger:
             self.pages.release(sequence)
         if quarantined:
             self._inbox.fence(request_id, sequence.attempt)
-        self.scheduler.remove(sequence)
-        sequence.move(SequenceStatus.FINISHED)
+        self.scheduler.finish(sequence)
         del self._sequences[request_id]
         self._inbox.ended(request_id, sequence.request.attempt)
         self._finished[reason.value] += 1
+        self._finished_seen = dict(self._finished)
         first, runnable = sequence.first_token_s, sequence.runnable_s
         return SequenceFinished(
             request_id=request_id,
@@ -271,31 +291,22 @@ class Ledger:
     def snapshot(self) -> EngineSnapshot:
         """Counts as of now."""
         scheduler = self.scheduler
-        unfinished = (*scheduler.waiting, *scheduler.active)
         return EngineSnapshot(
             running=scheduler.count(SequenceStatus.RUNNING, SequenceStatus.PREFILLING),
-            waiting=len(scheduler.waiting),
+            waiting=scheduler.waiting_count,
             awaiting_kv=scheduler.count(SequenceStatus.RESERVED),
             pinned=scheduler.count(SequenceStatus.PINNED),
-            quarantined=len(self.pages.quarantined_attempts()),
-            queued_prefill_tokens=sum(
-                max(0, sequence.prefill_target - sequence.computed_tokens)
-                for sequence in unfinished
-                if sequence.kind is not RequestKind.REMOTE_KV
-                and sequence.status not in (SequenceStatus.RUNNING, SequenceStatus.PINNED)
-            ),
-            pages={
-                group: {state.value: count for state, count in self.pages.pool(group).counts().items()}
-                for group in (FULL, SLIDING)
-            },
+            quarantined=self.pages.quarantined_count,
+            queued_prefill_tokens=scheduler.queued_prefill_tokens,
+            pages={group: self.pages.pool(group).counts() for group in (FULL, SLIDING)},
             max_sequence_tokens=self._settings.max_sequence_tokens,
             steps=self.steps,
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             computed_prompt_tokens=self._counters["computed"],
             received_prompt_tokens=self._counters["received"],
-            generated_tokens=self._counters["generated"],
+            generated_tokens=self.generated_tokens,
             preemptions=self._counters["preemptions"],
             stale_commands=self._counters["stale"],
-            finished=dict(self._finished),
+            finished=self._finished_seen,
         )

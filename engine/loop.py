@@ -1,24 +1,33 @@
-"""The engine's heartbeat: intake, schedule, execute, commit."""
+"""The engine's heartbeat: intake, schedule, launch, wait, commit; plainly, and with two steps overlapping."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from antiphon.engine import intake
 from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, PrefillStarted, SequencePreempted
-from antiphon.engine.executor import StepExecutor
+from antiphon.engine.executor import Executor, LaunchedStep
+from antiphon.engine.executors import make_executor
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.engine.ledger import Ledger
 from antiphon.engine.requests import EngineRequest
 from antiphon.engine.sampler import Choice
 from antiphon.engine.scheduler import StepPlan
-from antiphon.engine.sequence import SequenceStatus
 from antiphon.engine.settings import EngineSettings
 from antiphon.engine.snapshot import EngineSnapshot
 from antiphon.model.forward import LanguageModel
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A planned step that computes, or has computed, and is not committed."""
+
+    plan: StepPlan
+    launched: LaunchedStep
 
 
 class EngineLoop:
@@ -27,6 +36,10 @@ class EngineLoop:
     One thread, the engine thread, calls ``step``; every other method may be called from any thread. Commands
     are taken in the order in which they were given, at the start of a step and again before its outputs are
     committed, so an abort that arrives while a step computes wins over what that step produced.
+
+    With ``settings.overlap`` a step is planned and launched before the one in flight is committed, so that
+    the device never waits for the host. The tokens are the same. A sequence that turns out to have ended has
+    its part of the younger step thrown away, and keeps its pages until that step is over.
 
     Every submitted request ends with exactly one ``SequenceFinished``.
 
@@ -41,6 +54,7 @@ class EngineLoop:
             layer group was issued. On a CUDA device the reader must order itself after the current stream.
             ``step`` returns the same events later.
         clock: monotonic seconds.
+        executor: computes steps; absent, the one that the settings ask for. ``executor.road`` says which.
     """
 
     def __init__(
@@ -54,6 +68,7 @@ class EngineLoop:
         on_scheduled: Callable[[PagesReserved | PrefillStarted], None] | None = None,
         on_kv_written: Callable[[KvWritten], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        executor: Callable[[LanguageModel, PagedKvCache, EngineSettings], Executor] = make_executor,
     ) -> None:
         self.settings = settings
         self.kv_cache = PagedKvCache(
@@ -65,7 +80,9 @@ class EngineLoop:
             device=device,
             kv_heads=kv_heads,
         )
-        self._executor = StepExecutor(model, self.kv_cache, settings.layer_groups)
+        self.executor = executor(model, self.kv_cache, settings)
+        self._step = self._overlapped_step if settings.overlap else self._plain_step
+        self._in_flight: InFlight | None = None
         self._inbox = intake.Inbox(settings.max_queued_requests)
         self._ledger = Ledger(settings, self._inbox)
         self._on_scheduled = on_scheduled
@@ -85,15 +102,27 @@ class EngineLoop:
         Raises:
             AccountingError: the engine came to rest and its pages do not balance.
         """
+        return self._step()
+
+    def _plain_step(self) -> list[EngineEvent]:
         self._intake()
-        plan = self._schedule()
-        choices = self._execute(plan)
+        current = self._launch(self._schedule())
+        choices = self._wait(current)
         self._intake()
-        self._commit(plan, choices)
-        return self._settle(plan)
+        self._commit(current, choices)
+        return self._settle(at_rest=current is None)
+
+    def _overlapped_step(self) -> list[EngineEvent]:
+        """As the plain one, but what is waited for and committed is the step launched the time before."""
+        self._intake()
+        current, self._in_flight = self._in_flight, self._launch(self._schedule())
+        choices = self._wait(current)
+        self._intake()
+        self._commit(current, choices)
+        return self._settle(at_rest=current is self._in_flight is None)
 
     def _intake(self) -> None:
-        """Take commands and end what is overdue. No step is running on the device now."""
+        """Take commands and end what is overdue; pages in use by a step in flight change hands after it."""
         now = self._clock()
         for command in self._inbox.take():
             self._events += self._ledger.apply(command, now)
@@ -103,6 +132,7 @@ class EngineLoop:
     def _schedule(self) -> StepPlan:
         plan = self._ledger.scheduler.schedule()
         now = self._clock()
+        self._changed |= bool(plan.preempted or plan.admitted)
         for sequence, attempt in plan.preempted:
             self._ledger.preempted(sequence, now)
             self._events.append(SequencePreempted(sequence.request.request_id, attempt))
@@ -114,41 +144,64 @@ class EngineLoop:
                     self._on_scheduled(event)
         return plan
 
-    def _execute(self, plan: StepPlan) -> list[Choice]:
-        cached = [work for work in plan.work if work.count == 0]
-        prefills = [work for work in plan.work if work.count > 0 and work.chunk is not None]
+    def _launch(self, plan: StepPlan) -> InFlight | None:
+        """Hand the plan to the device; None when there is nothing to compute or to commit."""
+        if not plan.work:
+            return None
+        computed = [work for work in plan.work if work.count]
+        if len(computed) < len(plan.work):
+            self._announce_cached(plan)
+        if not any(work.chunk is not None for work in computed):
+            return InFlight(plan, self.executor.launch(computed))
+        prefills = [work for work in computed if work.chunk is not None]
+        # Made now: by the time of a group's last layer the sequence may have ended and lost its pages.
+        written = [
+            [self._ledger.kv_written(work, group) for work in prefills]
+            for group in range(self.settings.layer_groups)
+        ]
+
+        def on_layer_group(group: int) -> None:
+            for event in written[group]:
+                self._announce(event)
+
+        return InFlight(plan, self.executor.launch(computed, on_layer_group))
+
+    def _announce_cached(self, plan: StepPlan) -> None:
+        cached = [work for work in plan.work if not work.count]
         for group in range(self.settings.layer_groups):
             for work in cached:
                 self._announce(self._ledger.kv_written(work, group))
-
-        def on_layer_group(group: int) -> None:
-            for work in prefills:
-                self._announce(self._ledger.kv_written(work, group))
-
-        computed = [work for work in plan.work if work.count > 0]
-        return self._executor.execute(computed, on_layer_group if prefills else None)
 
     def _announce(self, event: KvWritten) -> None:
         self._events.append(event)
         if self._on_kv_written is not None:
             self._on_kv_written(event)
 
-    def _commit(self, plan: StepPlan, choices: list[Choice]) -> None:
-        now = self._clock()
-        chosen = iter(choices)
-        for work in plan.work:
-            choice = next(chosen) if work.samples else None
-            if work.sequence.status is not SequenceStatus.FINISHED:  # not aborted while the step computed
-                self._events += self._ledger.commit(work, choice, now)
-        self._ledger.steps += any(work.count for work in plan.work)
+    def _wait(self, step: InFlight | None) -> list[Choice]:
+        """What a step chose; its pages are free to change hands from now on."""
+        if step is None:
+            return []
+        choices = step.launched.result()
+        self._ledger.pages.retire(step.plan.step)
+        return choices
 
-    def _settle(self, plan: StepPlan) -> list[EngineEvent]:
+    def _commit(self, step: InFlight | None, choices: list[Choice]) -> None:
+        if step is None:
+            return
+        now, number = self._clock(), step.plan.step
+        chosen = iter(choices)
+        for work in step.plan.work:
+            choice = next(chosen) if work.samples else None
+            self._events += self._ledger.commit(work, choice, number, now)
+        self._ledger.steps += any(work.count for work in step.plan.work)
+
+    def _settle(self, *, at_rest: bool) -> list[EngineEvent]:
         """Publish the counts and hand over the events; when nothing moves any more, balance the pages."""
-        at_rest = plan.is_empty and not self._changed and not self._events
+        at_rest = at_rest and not self._changed and not self._events
         if at_rest and not self._stalled:
             self._ledger.check()
         self._stalled, self._changed = at_rest, False
-        self._inbox.set_waiting(len(self._ledger.scheduler.waiting))
+        self._inbox.set_waiting(self._ledger.scheduler.waiting_count)
         self._snapshot = self._ledger.snapshot()
         events, self._events = self._events, []
         return events

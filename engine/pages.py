@@ -71,7 +71,8 @@ class PagePool:
         self._holds: list[list[int]] = [[0] * len(Hold) for _ in range(pages)]
         self._total_holds = 0
         self._state = [PageState.FREE] * pages
-        self._count = dict.fromkeys(PageState, 0) | {PageState.FREE: pages}
+        self._count: dict[str, int] = {state.value: 0 for state in PageState}
+        self._count[PageState.FREE] = pages
         self._free = list(range(pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._key_of: dict[int, bytes] = {}
@@ -88,7 +89,7 @@ class PagePool:
         """The state of one page."""
         return self._state[page]
 
-    def counts(self) -> dict[PageState, int]:
+    def counts(self) -> dict[str, int]:
         """Pages by state; the sum is always ``pages``."""
         return dict(self._count)
 

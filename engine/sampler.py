@@ -46,6 +46,9 @@ class Choice:
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
+    undecided: bool = False
+    """The candidates that were looked at do not settle the choice: the position is to be computed again, with
+    the whole row sorted. Never said by ``sample``, which looks further by itself."""
 
 
 def uniform(seed: int, position: int) -> float:

@@ -8,6 +8,11 @@ admitted in queue order, and nothing overtakes a head that does not fit.
 A PREFILL_ONLY sequence is never preempted, because a peer already counts on its chunks, and takes its chunks
 whole, because their number was announced. It cannot deadlock with another: its full pages are held from the
 start, and a second one begins only in a step that completes the first.
+
+A step may be planned while the one before it is in flight. A sequence of that step goes on from where it
+will be then, unless it will certainly have ended, or needs to know its tokens first. Nobody is preempted
+meanwhile: what looks like a lack of pages may be gone when the step in flight is committed, so the next plan
+is left empty, and what follows is planned with nothing in flight.
 """
 
 from __future__ import annotations
@@ -37,6 +42,8 @@ class StepPlan:
     """Prompt tokens that this step may still compute."""
     prefill_blocked: bool = False
     """A prefill under way could not go on, so no other may start."""
+    step: int = 0
+    """Counts the plans with work; 0 when there is none."""
 
     @property
     def is_empty(self) -> bool:
@@ -49,9 +56,15 @@ class Scheduler:
 
     def __init__(self, settings: EngineSettings, pages: SequencePages) -> None:
         self._settings = settings
+        self._page_size = settings.page_size_tokens
         self._pages = pages
         self._queue: list[Sequence] = []
         self._active: list[Sequence] = []
+        self._counts = dict.fromkeys(SequenceStatus, 0)
+        """How many active sequences have each status."""
+        self._drain = False
+        """Somebody lacked pages while a step was in flight: plan nothing before it is committed."""
+        self._queued_prefill_tokens: int | None = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
 
@@ -69,51 +82,115 @@ class Scheduler:
 
     def count(self, *statuses: SequenceStatus) -> int:
         """How many sequences with pages are in one of these states."""
-        return sum(sequence.status in statuses for sequence in self._active)
+        return sum(self._counts[status] for status in statuses)
+
+    @property
+    def waiting_count(self) -> int:
+        """How many sequences wait without pages."""
+        return len(self._queue)
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Prompt tokens not yet computed, of all sequences that this engine prefills."""
+        if self._queued_prefill_tokens is None:
+            self._queued_prefill_tokens = sum(
+                max(0, sequence.prefill_target - sequence.computed_tokens)
+                for sequence in (*self._queue, *self._active)
+                if sequence.kind is not RequestKind.REMOTE_KV
+                and sequence.status not in (SequenceStatus.RUNNING, SequenceStatus.PINNED)
+            )
+        return self._queued_prefill_tokens
 
     # ------------------------------------------------------------------------------------------ commands
 
     def enqueue(self, sequence: Sequence) -> None:
         """Put a QUEUED or PREEMPTED sequence where it belongs in the queue."""
         insort(self._queue, sequence, key=lambda waiting: waiting.queue_order)
+        self._queued_prefill_tokens = None
 
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence; its pages are the caller's business."""
-        (self._active if sequence in self._active else self._queue).remove(sequence)
+    def finish(self, sequence: Sequence) -> None:
+        """Forget a sequence and end it; its pages are the caller's business."""
+        if sequence in self._active:
+            self._counts[sequence.status] -= 1
+            self._active.remove(sequence)
+        else:
+            self._queue.remove(sequence)
+        if sequence.status is not SequenceStatus.RUNNING:
+            self._queued_prefill_tokens = None
+        sequence.move(SequenceStatus.FINISHED)
+
+    def receive(self, sequence: Sequence) -> None:
+        """A peer wrote all KV of a RESERVED sequence: it runs."""
+        self._pages.receive(sequence)
+        self._move(sequence, SequenceStatus.RUNNING)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's pages back and queue it again, one attempt later."""
         self._pages.release(sequence)
+        self._counts[sequence.status] -= 1
+        self._active.remove(sequence)
         sequence.move(SequenceStatus.PREEMPTED)
         sequence.attempt += 1
-        self._active.remove(sequence)
         self.enqueue(sequence)
 
     def schedule(self) -> StepPlan:
         """Plan one step: grow or preempt what runs, then admit."""
         plan = StepPlan(budget_tokens=self._settings.chunk_tokens)
+        if self._drain and self._pages.step_in_flight:
+            return plan
+        self._drain = False
         for sequence in tuple(self._active):
             if sequence.status is SequenceStatus.RUNNING:
                 self._plan_decode(plan, sequence)
             elif sequence.status is SequenceStatus.PREFILLING:
-                self._plan_chunk(plan, sequence)
-        if not plan.preempted:
+                self._plan_prefilling(plan, sequence)
+            if self._drain:
+                break
+        if not plan.preempted and not self._drain:
             while self._queue and self._admit_head(plan):
                 pass
+        if plan.work:
+            self._number(plan)
         return plan
 
+    def _number(self, plan: StepPlan) -> None:
+        """Note what will be there when the plan has been carried out."""
+        self._pages.planned_step = plan.step = self._pages.planned_step + 1
+        for work in plan.work:
+            sequence = work.sequence
+            sequence.last_step = plan.step
+            sequence.planned_tokens = work.end
+            if work.samples:
+                sequence.pending_tokens += 1
+
     def complete(self, work: Work) -> None:
-        """The work was computed: its KV is in the pages, and the sequence may leave PREFILLING."""
+        """The work was computed: its KV is in the pages, and the sequence may leave PREFILLING.
+
+        What it sampled is known now, and the caller appends it.
+        """
         sequence = work.sequence
         self._pages.advance(sequence, work.end)
-        if work.chunk is not None:
-            sequence.next_chunk = work.chunk + 1
-        if sequence.status is SequenceStatus.PREFILLING and work.end >= sequence.prefill_target:
-            if sequence.kind is RequestKind.PREFILL_ONLY:
-                self._pages.pin(sequence)
-                sequence.move(SequenceStatus.PINNED)
-            else:
-                sequence.move(SequenceStatus.RUNNING)
+        if work.samples:
+            sequence.pending_tokens -= 1
+        if sequence.status is SequenceStatus.PREFILLING:
+            self._queued_prefill_tokens = None
+            if work.end >= sequence.prefill_target:
+                self._prefilled(sequence)
+
+    def _prefilled(self, sequence: Sequence) -> None:
+        if sequence.kind is RequestKind.PREFILL_ONLY:
+            self._pages.pin(sequence)
+            self._move(sequence, SequenceStatus.PINNED)
+        else:
+            self._move(sequence, SequenceStatus.RUNNING)
+
+    def void(self, sequence: Sequence, step: int) -> None:
+        """A step left the sequence's next token open: a later step that was built on it counts for nothing,
+        and the position is computed again."""
+        if sequence.last_step > step:
+            sequence.void_step = sequence.last_step
+        sequence.pending_tokens = 0
+        sequence.planned_tokens = sequence.computed_tokens
 
     def chunks(self, sequence: Sequence) -> int:
         """Chunks of an admitted PREFILL_ONLY sequence: at least one, even with nothing to compute."""
@@ -124,11 +201,30 @@ class Scheduler:
 
     def _plan_decode(self, plan: StepPlan, sequence: Sequence) -> None:
         end = len(sequence.token_ids)
-        if self._make_room(plan, sequence, end):
-            plan.work.append(Work(sequence, end - 1, 1, samples=True))
+        if sequence.pending_tokens:
+            end += sequence.pending_tokens
+            if self._must_wait(sequence, end):
+                return
+        if end <= sequence.pages.end * self._page_size or self._make_room(plan, sequence, end):
+            plan.work.append(Work(sequence, end - 1, 1, True))
+
+    def _must_wait(self, sequence: Sequence, end: int) -> bool:
+        """Whether the step in flight, which makes it ``end`` tokens, ends it or must be known first."""
+        return (
+            sequence.needs_known_tokens
+            or end >= sequence.length_limit
+            or end >= self._settings.max_sequence_tokens
+        )
+
+    def _plan_prefilling(self, plan: StepPlan, sequence: Sequence) -> None:
+        """The next chunk; behind the last one, which may still be in flight, the first decode."""
+        if sequence.planned_tokens < sequence.prefill_target:
+            self._plan_chunk(plan, sequence)
+        elif sequence.pending_tokens:
+            self._plan_decode(plan, sequence)
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
-        start = sequence.computed_tokens
+        start = sequence.planned_tokens
         count = self._chunk_tokens(plan, sequence, start)
         if count is None or not self._make_room(plan, sequence, start + count):
             plan.prefill_blocked = True
@@ -150,11 +246,16 @@ class Scheduler:
         last = start + count >= sequence.prefill_target
         if sequence.kind is not RequestKind.PREFILL_ONLY:
             return Work(sequence, start, count, samples=last)
-        return Work(sequence, start, count, samples=False, chunk=sequence.next_chunk, last_chunk=last)
+        chunk = sequence.next_chunk
+        sequence.next_chunk = chunk + 1
+        return Work(sequence, start, count, samples=False, chunk=chunk, last_chunk=last)
 
     def _make_room(self, plan: StepPlan, sequence: Sequence, end: int) -> bool:
         """Extend a sequence to ``end``, preempting from the back; False when it must sit this step out."""
         while not self._pages.can_extend(sequence, end):
+            if self._pages.step_in_flight:
+                self._drain = True
+                return False
             victim = next(self._victims(sequence), None)
             if victim is None:
                 return False
@@ -225,5 +326,13 @@ class Scheduler:
 
     def _activate(self, sequence: Sequence, status: SequenceStatus) -> None:
         self._queue.remove(sequence)
+        self._queued_prefill_tokens = None
         sequence.move(status)
+        self._counts[status] += 1
         insort(self._active, sequence, key=lambda active: active.order)
+
+    def _move(self, sequence: Sequence, status: SequenceStatus) -> None:
+        """Change the status of an active sequence."""
+        self._counts[sequence.status] -= 1
+        sequence.move(status)
+        self._counts[status] += 1

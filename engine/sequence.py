@@ -71,12 +71,18 @@ LEGAL_MOVES: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 class PageTable:
     """A sequence's pages: ``full[i]`` is logical page i, ``sliding[i]`` is page ``sliding_first + i``.
 
-    Pages before ``sliding_first`` fell out of the window and are no longer the sequence's.
+    Pages before ``sliding_first`` fell out of the window and are no longer the sequence's. A table only ever
+    grows at its end and shrinks at its front; a sequence that loses its pages gets a new one.
     """
 
     full: list[int] = field(default_factory=list)
     sliding: list[int] = field(default_factory=list)
     sliding_first: int = 0
+
+    @property
+    def end(self) -> int:
+        """Logical pages up to which both groups have one."""
+        return min(len(self.full), self.sliding_first + len(self.sliding))
 
 
 class OutputTokens(Many[int]):
@@ -106,6 +112,11 @@ class Sequence:
 
     ``computed_tokens`` positions have their KV in ``pages``. For a RESERVED sequence that is what the prefix
     cache gave; the rest up to ``kv_target`` is a peer's to write.
+
+    A step is planned before the step in flight is committed, so what is planned may lead what is known: the
+    ``pending_tokens`` tokens that planned steps sample follow ``token_ids``, and ``planned_tokens`` positions
+    will hold KV when every planned step has been computed. Between two steps of a loop that does not overlap
+    nothing is pending.
     """
 
     def __init__(self, request: EngineRequest, arrival: int, submitted_s: float) -> None:
@@ -114,9 +125,26 @@ class Sequence:
         """Rank of submission: smaller came first. Kept over preemptions."""
         self.attempt = request.attempt
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.prompt_tokens = len(request.prompt_token_ids)
+        sampling = request.sampling
+        self.length_limit = self.prompt_tokens + (0 if sampling is None else sampling.max_tokens)
+        """Tokens, prompt included, at which the request is complete."""
+        self.needs_known_tokens = sampling is not None and bool(
+            sampling.presence_penalty or sampling.frequency_penalty
+        )
+        """Its next token can only be sampled once all those before it are known on the host."""
+        self.sorts_whole_row = False
+        """Its best candidates did not settle a draw once: from then on its logits are sorted whole."""
         self.status = SequenceStatus.QUEUED
         self.pages = PageTable()
         self.computed_tokens = 0
+        self.planned_tokens = 0
+        self.pending_tokens = 0
+        """Tokens that planned steps sample and that are not known yet: 0 or 1 when a step is planned."""
+        self.last_step = 0
+        """The last planned step that touches this sequence's pages."""
+        self.void_step = 0
+        """A planned step whose result for this sequence is dropped: it was built on a wrong token."""
         self.cached_tokens = 0
         self.published_pages = 0
         """Logical pages whose content has been offered to the prefix cache."""
@@ -154,7 +182,12 @@ class Sequence:
     @property
     def output(self) -> OutputTokens:
         """Output tokens so far, those of earlier attempts included; grows with the sequence."""
-        return OutputTokens(self.token_ids, len(self.request.prompt_token_ids))
+        return OutputTokens(self.token_ids, self.prompt_tokens)
+
+    @property
+    def output_tokens(self) -> int:
+        """How many output tokens there are so far."""
+        return len(self.token_ids) - self.prompt_tokens
 
     @property
     def kv_target(self) -> int:

@@ -36,9 +36,15 @@ class EngineSettings:
     """Output positions reserved together with a REMOTE_KV prompt."""
     layer_groups: int = 1
     """Parts in which a chunk's layers are announced while later layers compute."""
+    overlap: bool = False
+    """Plan and launch a step while the one before it computes; steps and sampling then stay on the device."""
+    decode_graphs: bool = False
+    """Replay captured CUDA graphs for steps that only decode; the model must allow it. Needs ``overlap``."""
 
     def __post_init__(self) -> None:
         page = self.page_size_tokens
+        if self.decode_graphs and not self.overlap:
+            raise ConfigError("decode_graphs is set without overlap, whose executor replays them")
         if self.chunk_tokens < page or self.chunk_tokens % page:
             raise ConfigError(f"chunk_tokens {self.chunk_tokens} is not a multiple of the page size {page}")
         needed = self.sliding_pages_at_peak
@@ -67,8 +73,16 @@ class EngineSettings:
         *,
         max_context_tokens: int | None = None,
         layer_groups: int = 1,
+        overlap: bool | None = None,
+        decode_graphs: bool = False,
     ) -> EngineSettings:
-        """Settings of one worker's engine; ``max_context_tokens`` narrows the model's own limit."""
+        """Settings of one worker's engine.
+
+        Args:
+            max_context_tokens: narrows the model's own limit.
+            overlap: absent, it is on where the worker's device is a GPU.
+            decode_graphs: the model's decode step never waits for the host, so that it can be captured.
+        """
         cache = worker.kv_cache
         return cls(
             page_size_tokens=cache.page_size_tokens,
@@ -84,4 +98,6 @@ class EngineSettings:
             max_reservations_waiting=worker.max_reservations_waiting,
             headroom_tokens=cache.page_size_tokens,
             layer_groups=layer_groups,
+            overlap=worker.device == "cuda" if overlap is None else overlap,
+            decode_graphs=decode_graphs,
         )

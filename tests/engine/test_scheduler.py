@@ -37,6 +37,7 @@ class Desk:
     def step(self) -> StepPlan:
         """Plan, pretend to compute, sample."""
         plan = self.scheduler.schedule()
+        self.pages.retire(plan.step or self.pages.retired_step)
         for work in plan.work:
             self.scheduler.complete(work)
             if work.samples:
@@ -192,8 +193,7 @@ def test_a_prefill_waits_for_sliding_pages_that_its_betters_hold(desk: Callable[
     assert better.attempt == 1
     assert announced.status is SequenceStatus.PREFILLING
     d.pages.release(better)
-    better.move(SequenceStatus.FINISHED)
-    d.scheduler.remove(better)
+    d.scheduler.finish(better)
     for _ in range(4):
         d.step()
     assert announced.status is SequenceStatus.PINNED
