@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 import pydantic
 import yaml
@@ -101,10 +102,30 @@ class ResponseStoreConfig(Section):
 
     path: str | None = None
     """SQLite file; absent keeps them in the router's memory, so they end with it."""
+    redis_url: str | None = None
+    """Redis server that the routers of several machines share, as ``redis://host:6379/0``; ``rediss`` is TLS.
+    The user may stand in it, the password comes from ANTIPHON_REDIS_PASSWORD."""
     max_bytes: int = pydantic.Field(256 * 1024 * 1024, ge=1024 * 1024)
     """Size of all stored responses; beyond it the oldest go."""
     max_age_s: float = pydantic.Field(30 * 24 * 3600.0, gt=0)
     """A response older than this is gone."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_store(self) -> ResponseStoreConfig:
+        if self.path is not None and self.redis_url is not None:
+            raise ValueError("path and redis_url are two stores: name one")
+        return self
+
+    @pydantic.field_validator("redis_url")
+    @classmethod
+    def _no_password(cls, url: str | None) -> str | None:
+        if url is not None:
+            parts = urlsplit(url)
+            if parts.scheme not in ("redis", "rediss", "unix"):
+                raise ValueError("the scheme must be redis, rediss or unix")
+            if parts.password is not None:
+                raise ValueError("a password does not belong here: it comes from ANTIPHON_REDIS_PASSWORD")
+        return url
 
 
 class KeyLimitsConfig(Section):

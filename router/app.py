@@ -106,22 +106,22 @@ def _add_responses(app: FastAPI, context: ApiContext) -> None:
     @app.post("/v1/responses", tags=["Responses"], openapi_extra=request_body(ResponsesRequest))
     async def create(request: Request) -> Response:
         """Answer input items, and keep the response unless told otherwise."""
-        return create_response(context, await read_body(request, context.config.max_body_bytes))
+        return await create_response(context, await read_body(request, context.config.max_body_bytes))
 
     @app.get(path, tags=["Responses"])
     async def read(response_id: str) -> Response:
         """A stored response."""
-        return read_response(context, response_id)
+        return await read_response(context, response_id)
 
     @app.delete(path, tags=["Responses"])
     async def delete(response_id: str) -> Response:
         """Forget a stored response."""
-        return delete_response(context, response_id)
+        return await delete_response(context, response_id)
 
     @app.get(f"{path}/input_items", tags=["Responses"])
     async def input_items(response_id: str) -> Response:
         """The items of a stored response's request."""
-        return read_input_items(context, response_id)
+        return await read_input_items(context, response_id)
 
 
 def _add_tokenizer(app: FastAPI, context: ApiContext) -> None:

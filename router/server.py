@@ -30,7 +30,8 @@ from antiphon.router.key_limits import KeyLimits
 from antiphon.router.lifecycle import EndKind
 from antiphon.router.metrics import RouterMetrics
 from antiphon.router.openai.context import ApiContext
-from antiphon.router.openai.response_store import SqliteResponseStore
+from antiphon.router.openai.response_store import ResponseStore
+from antiphon.router.openai.sqlite_response_store import SqliteResponseStore
 from antiphon.router.served_model import ServedModel
 from antiphon.router.transport_abort import AbortableProtocol
 
@@ -81,7 +82,8 @@ class RouterServer:
         """Listen and link.
 
         Raises:
-            ConfigError: the port is in use or may not be used; a file of keys or certificates cannot be read.
+            ConfigError: the port is in use or may not be used; a file of keys or certificates cannot be read;
+                the store of responses cannot be opened.
         """
         router = self._config.router
         keys = ApiKeys(router.api_key_file)
@@ -92,7 +94,11 @@ class RouterServer:
         page_size_tokens = self._config.decode.kv_cache.page_size_tokens
         dispatcher = Dispatcher(self._gateway, router, page_size_tokens, metrics)
         admission = Admission(router.max_in_flight_requests, router.max_queued_requests, metrics)
-        store = open_store(router.response_store)
+        try:
+            store = await open_store(router.response_store)
+        except ConfigError:
+            listener.close()
+            raise
         limits = KeyLimits(router.key_limits)
         self._context = ApiContext(
             router, self._model, self._formatter, dispatcher, admission, metrics, store, limits
@@ -144,7 +150,7 @@ class RouterServer:
         self._server.should_exit = True
         await self._serving
         await self._gateway.close()
-        self._context.store.close()
+        await self._context.store.close()
         log.info("router_stopped", cut=cut)
 
 
@@ -157,12 +163,19 @@ class _EmbeddedServer(uvicorn.Server):
         yield
 
 
-def open_store(config: ResponseStoreConfig) -> SqliteResponseStore:
+async def open_store(config: ResponseStoreConfig) -> ResponseStore:
     """The store of responses.
 
     Raises:
-        ConfigError: the file cannot be used as one.
+        ConfigError: the file cannot be used as one, or the Redis server cannot be reached.
     """
+    if config.redis_url is not None:
+        # Only who uses it waits for its import.
+        from antiphon.router.openai.redis_response_store import RedisResponseStore
+
+        return await RedisResponseStore.connect(
+            config.redis_url, max_bytes=config.max_bytes, max_age_s=config.max_age_s
+        )
     try:
         return SqliteResponseStore(config.path, max_bytes=config.max_bytes, max_age_s=config.max_age_s)
     except sqlite3.Error as error:

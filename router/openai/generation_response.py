@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -74,6 +74,13 @@ class AnswerWriter(Protocol):
         ...
 
 
+BeforeEnd = Callable[[], Awaitable[None]]
+"""What must be done when an answer is whole and before the client learns that it is.
+
+It may raise ``ApiError``: the request has then failed.
+"""
+
+
 class GenerationResponse(Response):
     """The answer to one request: choice i is what follows ``sequences[i]``, a prompt and its parameters."""
 
@@ -88,8 +95,10 @@ class GenerationResponse(Response):
         priority: int = 0,
         cache_salt: str = "",
         timeout_s: float | None = None,
+        before_end: BeforeEnd | None = None,
     ) -> None:
         super().__init__()
+        self._before_end = before_end
         self._context = context
         self._writer = writer
         self._priority = priority
@@ -184,8 +193,18 @@ class GenerationResponse(Response):
                 chunks.append(self._bytes_of(event))
                 open_choices -= isinstance(event, GenerationEnded)
             if not open_choices:
-                chunks.append(self._writer.close([g.cached_tokens for g in self._generations]))
+                last = self._writer.close([g.cached_tokens for g in self._generations])
+                try:
+                    await self._finish()
+                except ApiError as error:
+                    await self._fail(error, chunks, send)
+                    return
+                chunks.append(last)
             await self._write(b"".join(chunks), send, more=bool(open_choices))
+
+    async def _finish(self) -> None:
+        if self._before_end is not None:
+            await self._before_end()
 
     def _bytes_of(self, event: OutputEvent) -> bytes:
         match event:

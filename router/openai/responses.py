@@ -29,11 +29,11 @@ from antiphon.router.openai.responses_schema import (
     UNSUPPORTED_FIELDS,
     ResponsesRequest,
 )
-from antiphon.router.openai.responses_writer import Keep, ResponseWriter
+from antiphon.router.openai.responses_writer import ResponseWriter
 from antiphon.router.openai.sampling import output_budget, sampling_params
 
 
-def create_response(context: ApiContext, body: bytes) -> Response:
+async def create_response(context: ApiContext, body: bytes) -> Response:
     """Read a request and prepare its answer.
 
     Raises:
@@ -43,7 +43,7 @@ def create_response(context: ApiContext, body: bytes) -> Response:
     request = parse_body(ResponsesRequest, body)
     context.check_model(request.model)
     _check(request)
-    resolved = resolve_input(request, context.store)
+    resolved = await resolve_input(request, context.store)
     conversation = _conversation(context, request, resolved)
     prompt = render(context, conversation)
     limit = context.model.max_context_tokens
@@ -65,9 +65,13 @@ def create_response(context: ApiContext, body: bytes) -> Response:
         facts,
         choices,
         ResponseOutput(with_capsule=ENCRYPTED_REASONING in (request.include or ())),
-        _keeper(context, request, resolved),
         streams=bool(request.stream),
     )
+
+    async def keep() -> None:
+        if request.store is not False:
+            await context.store.put(StoredResponse(writer.finished(), resolved.history, resolved.own))
+
     return GenerationResponse(
         context,
         writer,
@@ -77,26 +81,28 @@ def create_response(context: ApiContext, body: bytes) -> Response:
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         timeout_s=request.timeout_s,
+        before_end=keep,
     )
 
 
-def read_response(context: ApiContext, response_id: str) -> Response:
+async def read_response(context: ApiContext, response_id: str) -> Response:
     """A stored response.
 
     Raises:
         ApiError: 404 when it is not stored (any more).
     """
-    return _json(stored_response(context.store, response_id, "response_id").response)
+    return _json((await stored_response(context.store, response_id, "response_id")).response)
 
 
-def read_input_items(context: ApiContext, response_id: str) -> Response:
+async def read_input_items(context: ApiContext, response_id: str) -> Response:
     """The items of a stored response's own request, in order.
 
     Raises:
         ApiError: 404 when it is not stored (any more).
     """
     items: list[JsonValue] = []
-    for i, item in enumerate(stored_response(context.store, response_id, "response_id").input_items):
+    stored = await stored_response(context.store, response_id, "response_id")
+    for i, item in enumerate(stored.input_items):
         items.append({"id": f"item_{response_id}_{i}", **item})
     ids = [item["id"] for item in items if isinstance(item, dict)]
     return _json(
@@ -110,14 +116,14 @@ def read_input_items(context: ApiContext, response_id: str) -> Response:
     )
 
 
-def delete_response(context: ApiContext, response_id: str) -> Response:
+async def delete_response(context: ApiContext, response_id: str) -> Response:
     """Forget a stored response.
 
     Raises:
         ApiError: 404 when it is not stored (any more).
     """
-    stored_response(context.store, response_id, "response_id")
-    context.store.delete(response_id)
+    await stored_response(context.store, response_id, "response_id")
+    await context.store.delete(response_id)
     return _json({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -158,14 +164,6 @@ def _conversation(context: ApiContext, request: ResponsesRequest, resolved: Reso
 def _top_logprobs(request: ResponsesRequest) -> int | None:
     wanted = OUTPUT_LOGPROBS in (request.include or ()) or request.top_logprobs
     return (request.top_logprobs or 0) if wanted else None
-
-
-def _keeper(context: ApiContext, request: ResponsesRequest, resolved: ResolvedInput) -> Keep:
-    def keep(response: JsonObject) -> None:
-        if request.store is not False:
-            context.store.put(StoredResponse(response, resolved.history, resolved.own))
-
-    return keep
 
 
 def _json(document: JsonObject) -> Response:

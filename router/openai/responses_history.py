@@ -24,7 +24,7 @@ class ResolvedInput:
         return [_with_reasoning(item) for item in (*self.history, *self.own)]
 
 
-def resolve_input(request: ResponsesRequest, store: ResponseStore) -> ResolvedInput:
+async def resolve_input(request: ResponsesRequest, store: ResponseStore) -> ResolvedInput:
     """Look up what the request refers to.
 
     Raises:
@@ -32,33 +32,34 @@ def resolve_input(request: ResponsesRequest, store: ResponseStore) -> ResolvedIn
     """
     history: list[JsonObject] = []
     if request.previous_response_id is not None:
-        history = stored_response(store, request.previous_response_id, "previous_response_id").conversation()
+        previous = await stored_response(store, request.previous_response_id, "previous_response_id")
+        history = previous.conversation()
     if isinstance(request.input, str):
         own: list[JsonObject] = [{"type": "message", "role": "user", "content": request.input}]
     else:
-        own = [_resolve(item, i, store) for i, item in enumerate(request.input)]
+        own = [await _resolve(item, i, store) for i, item in enumerate(request.input)]
     return ResolvedInput(history, own)
 
 
-def stored_response(store: ResponseStore, response_id: str, param: str) -> StoredResponse:
+async def stored_response(store: ResponseStore, response_id: str, param: str) -> StoredResponse:
     """A stored response.
 
     Raises:
         ApiError: 404 that names the parameter.
     """
-    found = store.get(response_id)
+    found = await store.get(response_id)
     if found is None:
         message = f"Response with id '{response_id[:80]}' not found."
         raise ApiError(404, message, param=param, code="response_not_found")
     return found
 
 
-def _resolve(item: JsonObject, index: int, store: ResponseStore) -> JsonObject:
+async def _resolve(item: JsonObject, index: int, store: ResponseStore) -> JsonObject:
     # A reference may leave out its type: then it is an id and nothing else.
     if item.get("type") != "item_reference" and set(item) != {"id"}:
         return item
     item_id = str(item.get("id"))
-    found = store.item(item_id)
+    found = await store.item(item_id)
     if found is None:
         message = f"Item with id '{item_id[:80]}' not found."
         raise ApiError(404, message, param=f"input[{index}].id", code="item_not_found")

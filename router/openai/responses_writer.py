@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import orjson
 
@@ -16,23 +16,20 @@ from antiphon.router.openai.responses_document import ResponseFacts
 from antiphon.router.openai.responses_output import Event, ResponseOutput
 from antiphon.router.openai.sse import sse_event
 
-Keep = Callable[[JsonObject], None]
-"""Stores the finished response; called before its last event leaves, so that a client can refer to it."""
-
 
 class ResponseWriter:
     """An ``AnswerWriter`` for both forms; without ``streams`` the events are not written."""
 
     def __init__(
-        self, facts: ResponseFacts, choices: ChatChoices, output: ResponseOutput, keep: Keep, *, streams: bool
+        self, facts: ResponseFacts, choices: ChatChoices, output: ResponseOutput, *, streams: bool
     ) -> None:
         self._facts = facts
         self._choices = choices
         self._output = output
-        self._keep = keep
         self._streams = streams
         self._sequence = 0
         self._cut_short = False
+        self._finished: JsonObject | None = None
 
     @property
     def streams(self) -> bool:
@@ -70,13 +67,21 @@ class ResponseWriter:
             counts=self._choices.counts,
             incomplete_reason="max_output_tokens" if self._cut_short else None,
         )
-        self._keep(document)
+        self._finished = document
         if not self._streams:
             return orjson.dumps(document)
         return self._write([(f"response.{status}", {"response": document})])
 
+    def finished(self) -> JsonObject:
+        """The finished response, as it is stored; there is one after ``close``."""
+        if self._finished is None:
+            raise RuntimeError("the response has not finished")
+        return self._finished
+
     def failed(self, error: ApiError) -> bytes:
         """The response failed after its first event."""
+        if self._finished is not None and self._streams:
+            self._sequence -= 1  # that it had finished was written, but never left
         self._output.finish(complete=False)
         code = "server_error" if error.status >= 500 else "rate_limit_exceeded"
         document = self._facts.document(

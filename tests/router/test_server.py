@@ -68,7 +68,7 @@ import sys, time
 started = time.perf_counter()
 import antiphon.router.server, antiphon.router.dispatch.link_gateway
 took = time.perf_counter() - started
-heavy = {"torch", "ray", "nixl", "transformers", "numpy", "triton"} & set(sys.modules)
+heavy = {"torch", "ray", "nixl", "transformers", "numpy", "triton", "redis"} & set(sys.modules)
 banned = [f"antiphon.{name}" for name in
           ("prefill_worker", "decode_worker", "engine", "model", "kernels", "kv_transfer", "cluster")]
 workers = [m for m in sys.modules if any(m == b or m.startswith(b + ".") for b in banned)]
