@@ -243,15 +243,17 @@ def moe(
     down: Tensor,
     down_bias: Tensor,
     limit: float = SWIGLU_LIMIT,
+    first_expert: int = 0,
 ) -> Tensor:
     """Mixture of experts: sum_k w_k * (W2 swiglu(W1 x + b1) + b2).
 
     Args:
         x: [T, H].
-        expert_ids, expert_weights: [T, K].
+        expert_ids, expert_weights: [T, K]; choices of experts that are not held here add nothing.
         gate_up: [E, 2 I, H] (rows interleaved: gate even, up odd); gate_up_bias: [E, 2 I].
         down: [E, H, I]; down_bias: [E, H].
         limit: clamp of SwiGLU.
+        first_expert: id of the first expert held here, E of them in a row.
 
     Returns:
         [T, H] in x's dtype; summed in float32 in the order of expert ids, so the result is deterministic.
@@ -259,11 +261,12 @@ def moe(
     top_k = expert_ids.shape[1]
     # Rows of one expert side by side: one pass over the ids instead of one per expert.
     order = expert_ids.flatten().argsort(stable=True)
-    counts = expert_ids.flatten().bincount(minlength=gate_up.shape[0]).tolist()
+    held = gate_up.shape[0]
+    counts = expert_ids.flatten().bincount(minlength=first_expert + held).tolist()
     token, weight = order // top_k, expert_weights.flatten()[order].float()[:, None]
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    end = 0
-    for expert, count in enumerate(counts):
+    end = sum(counts[:first_expert])
+    for expert, count in enumerate(counts[first_expert : first_expert + held]):
         if count == 0:
             continue
         begin, end = end, end + count

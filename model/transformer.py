@@ -17,6 +17,7 @@ from antiphon.kernels import reference as ops
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import GptOssConfig
 from antiphon.model.forward import ForwardBatch, KvLayers
+from antiphon.model.parallel.layout import RankShape
 
 
 def _parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -64,24 +65,36 @@ class Embedding(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Norm, attention with sinks over this layer's pages, output projection, residual."""
+    """Norm, attention with sinks over this layer's pages, output projection, residual.
 
-    def __init__(self, config: GptOssConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    ``shape`` says which heads are here; Q and G below count those.
+    """
+
+    def __init__(
+        self, config: GptOssConfig, layer: int, dtype: torch.dtype, device: torch.device, shape: RankShape
+    ) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.num_attention_heads = config.num_attention_heads
-        self.num_key_value_heads = config.num_key_value_heads
+        heads, kv_heads, head_dim = len(shape.heads), len(shape.kv_heads), config.head_dim
+        self.head_dim = head_dim
+        self.num_attention_heads = heads
+        self.num_key_value_heads = kv_heads
         self.window = config.sliding_window if config.is_sliding(layer) else None
         self.sm_scale = config.head_dim**-0.5
-        self.sinks = _parameter(config.num_attention_heads, dtype=torch.float32, device=device)
+        self.sinks = _parameter(heads, dtype=torch.float32, device=device)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
-        self.qkv = Linear(config.hidden_size, config.query_width + 2 * config.kv_width, dtype, device)
-        self.out = Linear(config.query_width, config.hidden_size, dtype, device)
+        self.qkv = Linear(config.hidden_size, (heads + 2 * kv_heads) * head_dim, dtype, device)
+        self.out = Linear(heads * head_dim, config.hidden_size, dtype, device)
 
     def forward(
         self, x: Tensor, positions: Tensor, yarn: Yarn, kv_layer: Tensor, sequences: PagedSequences
     ) -> Tensor:
-        """Writes the tokens' keys and values, then attends.
+        """[T, H] -> [T, H]; arguments as in ``delta``."""
+        return x + self.delta(x, positions, yarn, kv_layer, sequences)
+
+    def delta(
+        self, x: Tensor, positions: Tensor, yarn: Yarn, kv_layer: Tensor, sequences: PagedSequences
+    ) -> Tensor:
+        """Writes the tokens' keys and values, attends, and returns what these heads add to x, [T, H].
 
         Args:
             x: [T, H].
@@ -98,19 +111,25 @@ class AttentionBlock(nn.Module):
         query, key, value = rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :]
         ops.write_kv(key, value, kv_layer, sequences.slot)
         mixed = ops.paged_attention(query, kv_layer, sequences, self.sinks, self.window, self.sm_scale)
-        return x + cast(Tensor, self.out(mixed.reshape(tokens, heads * self.head_dim)))
+        return cast(Tensor, self.out(mixed.reshape(tokens, heads * self.head_dim)))
 
 
 class MLPBlock(nn.Module):
-    """Norm, router, experts, residual. Rows of mlp1 are interleaved: gate even, up odd."""
+    """Norm, router, experts, residual. Rows of mlp1 are interleaved: gate even, up odd.
 
-    def __init__(self, config: GptOssConfig, dtype: torch.dtype, device: torch.device) -> None:
+    ``shape`` says which experts, and how much of each, are here; the router always knows all of them.
+    """
+
+    def __init__(
+        self, config: GptOssConfig, dtype: torch.dtype, device: torch.device, shape: RankShape
+    ) -> None:
         super().__init__()
-        experts, hidden, inter = config.num_experts, config.hidden_size, config.intermediate_size
+        experts, hidden, inter = len(shape.experts), config.hidden_size, shape.inner_padded
+        self.first_expert = shape.experts.start
         self.experts_per_token = config.experts_per_token
         self.swiglu_limit = config.swiglu_limit
         self.norm = RMSNorm(hidden, config.rms_norm_eps, device)
-        self.gate = Linear(hidden, experts, dtype, device)
+        self.gate = Linear(hidden, config.num_experts, dtype, device)
         self.mlp1_weight = _parameter(experts, 2 * inter, hidden, dtype=dtype, device=device)
         self.mlp1_bias = _parameter(experts, 2 * inter, dtype=dtype, device=device)
         self.mlp2_weight = _parameter(experts, hidden, inter, dtype=dtype, device=device)
@@ -125,9 +144,13 @@ class MLPBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
+        return x + self.delta(x)
+
+    def delta(self, x: Tensor) -> Tensor:
+        """What the experts held here add to x, [T, H] -> [T, H]."""
         normed = self.norm(x)
         expert_ids, expert_weights = self.route(normed)
-        return x + ops.moe(
+        return ops.moe(
             normed,
             expert_ids,
             expert_weights,
@@ -136,16 +159,19 @@ class MLPBlock(nn.Module):
             self.mlp2_weight,
             self.mlp2_bias,
             self.swiglu_limit,
+            self.first_expert,
         )
 
 
 class TransformerBlock(nn.Module):
     """One layer: attention, then experts."""
 
-    def __init__(self, config: GptOssConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: GptOssConfig, layer: int, dtype: torch.dtype, device: torch.device, shape: RankShape
+    ) -> None:
         super().__init__()
-        self.attn = AttentionBlock(config, layer, dtype, device)
-        self.mlp = MLPBlock(config, dtype, device)
+        self.attn = AttentionBlock(config, layer, dtype, device, shape)
+        self.mlp = MLPBlock(config, dtype, device, shape)
 
     def forward(
         self, x: Tensor, positions: Tensor, yarn: Yarn, kv_layer: Tensor, sequences: PagedSequences
@@ -199,8 +225,9 @@ class Transformer(nn.Module):
         self.dtype = dtype
         self.yarn = Yarn(config, device)
         self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        shape = RankShape.whole(config)
         self.block = nn.ModuleList(
-            TransformerBlock(config, layer, dtype, device) for layer in range(config.num_hidden_layers)
+            TransformerBlock(config, layer, dtype, device, shape) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
         self.unembedding = (

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
 from antiphon.model.checkpoint.index import CheckpointIndex, open_checkpoint
 from antiphon.model.checkpoint.layout import TensorKind
+from antiphon.model.checkpoint.read import ParameterReader
 from antiphon.model.transformer import Transformer
 from antiphon.protocol.errors import CheckpointError
 
-_E8M0_NAN = 255
 _BLOCKS, _SCALES = ".blocks", ".scales"
 _DEQUANTIZE_VALUES = 2**24
 """Expert values widened at one time: bounds the float32 scratch memory (64 MiB and its like)."""
@@ -59,27 +56,13 @@ def read_parameters(
     Raises:
         CheckpointError: a file that cannot be read, or an expert scale that is not a number (255 in E8M0).
     """
-    with ExitStack() as stack:
-        opened: dict[Path, Any] = {}
+    with ParameterReader(index) as reader:
         for parameter in index.parameters:
-            if parameter.kind in skip:
-                continue
-            parts = []
-            for part in parameter.parts:
-                file = index.tensors[part.name].file
-                try:
-                    if file not in opened:
-                        opened[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-                    tensor = cast(Tensor, opened[file].get_tensor(part.name))
-                except (OSError, RuntimeError) as error:
-                    raise CheckpointError(f"{file}: {part.name}: cannot be read: {error}") from error
-                if parameter.kind is TensorKind.EXPERT_SCALE and bool((tensor == _E8M0_NAN).any()):
-                    raise CheckpointError(f"{file}: {part.name}: holds a block scale of 255, not a number")
-                parts.append(tensor)
-            yield parameter.name, parts[0] if len(parts) == 1 else torch.cat(parts)
+            if parameter.kind not in skip:
+                yield parameter.name, reader.read(parameter)
 
 
-def fill(model: Transformer, parameters: Iterable[tuple[str, Tensor]]) -> None:
+def fill(model: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Copy parameters into a model, converting dtype and device and dequantising experts.
 
     Raises:

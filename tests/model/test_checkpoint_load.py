@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from antiphon.model.checkpoint import load as load_module
+from antiphon.model.checkpoint import read as read_module
 from antiphon.model.checkpoint.index import open_checkpoint
 from antiphon.model.checkpoint.layout import Layout
 from antiphon.model.checkpoint.load import fill, load_model, read_parameters
@@ -46,11 +46,11 @@ def test_every_tensor_is_read_once(
         def __exit__(self, *args: Any) -> None:
             self._file.__exit__(*args)
 
-        def get_tensor(self, name: str) -> Any:
+        def get_slice(self, name: str) -> Any:
             reads[name] += 1
-            return self._file.get_tensor(name)
+            return self._file.get_slice(name)
 
-    monkeypatch.setattr(load_module, "safe_open", CountingFile)
+    monkeypatch.setattr(read_module, "safe_open", CountingFile)
     load_model(directory, torch.float32)
     held = [tensor.name for file in sorted(directory.glob("*.safetensors")) for tensor in read_header(file)]
     assert reads == Counter(held)
