@@ -27,6 +27,7 @@ from antiphon.router.openai.completion_schema import CompletionRequest
 from antiphon.router.openai.completions import text_completion
 from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.errors import ApiError, model_not_found, unavailable
+from antiphon.router.openai.generation_response import WORKERS_HEADER
 from antiphon.router.openai.responses import (
     create_response,
     delete_response,
@@ -41,6 +42,7 @@ from antiphon.router.openai.tokenize import (
     tokenize,
 )
 from antiphon.router.openapi_document import describe_bodies, request_body
+from antiphon.router.pages import add_pages
 
 BODIES = (
     ChatCompletionRequest,
@@ -70,6 +72,7 @@ def create_app(context: ApiContext, is_draining: Callable[[], bool]) -> FastAPI:
     _add_tokenizer(app, context)
     _add_models(app, context)
     _add_operations(app, context, is_draining)
+    add_pages(app)
     describe_bodies(app, BODIES)
     return app
 
@@ -84,7 +87,7 @@ def wrap_app(app: FastAPI, context: ApiContext, keys: ApiKeys) -> ASGIApp:
         allow_origins=context.config.cors_origins,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
-        expose_headers=("x-request-id", "retry-after"),
+        expose_headers=("x-request-id", "retry-after", WORKERS_HEADER),
     )
 
 

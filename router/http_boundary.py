@@ -25,12 +25,13 @@ from antiphon.router.openai.errors import (
     not_found,
     server_error,
 )
+from antiphon.router.pages import PAGE_PATHS
 from antiphon.router.transport_abort import abort_connection
 
 log = structlog.get_logger("antiphon.router.http")
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""What probes and scrapers read without a key."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json", *PAGE_PATHS})
+"""What probes, scrapers and browsers read without a key."""
 _ERROR_TYPE = "antiphon.error_type"
 _CRASHED = server_error("Internal error.")
 

@@ -38,6 +38,10 @@ from antiphon.router.transport_abort import abort_connection
 log = structlog.get_logger("antiphon.router.api")
 
 
+WORKERS_HEADER = "x-antiphon-workers"
+"""Ids of the workers that a request went through until its first token, in that order."""
+
+
 class AnswerWriter(Protocol):
     """Turns the events of a request's generations into bytes. One writer per request."""
 
@@ -231,7 +235,8 @@ class GenerationResponse(Response):
             headers = STREAM_HEADERS
         else:
             headers = {"content-type": "application/json", "content-length": str(document_bytes)}
-        headers = headers | self._limit_headers
+        workers = dict.fromkeys(worker for g in self._generations for worker in g.workers_used)
+        headers = headers | self._limit_headers | {WORKERS_HEADER: ", ".join(workers)}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
 
