@@ -48,6 +48,39 @@ def build_forward_batch(work: Many[Work], page_size: int, device: torch.device) 
     Returns:
         A ForwardBatch of T = sum of counts tokens and B = len(work) sequences in the order of ``work``.
     """
+    return build_host_batch(work, page_size).to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A ForwardBatch in host memory, shapes and dtypes as there; tables and slots are (full, sliding)."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    query_start: np.ndarray
+    lengths: np.ndarray
+    tables: tuple[np.ndarray, np.ndarray]
+    slots: tuple[np.ndarray, np.ndarray]
+
+    def to(self, device: torch.device) -> ForwardBatch:
+        """Issue its copy to the device, which does not wait for work under way there."""
+
+        def send(array: np.ndarray) -> torch.Tensor:
+            source = torch.from_numpy(array)
+            if device.type == "cuda":
+                source = source.pin_memory()  # torch keeps such memory until its copy is over
+            return source.to(device, non_blocking=True)
+
+        starts, lengths = send(self.query_start), send(self.lengths)
+        full, sliding = (
+            PagedSequences(send(table), starts, lengths, send(slot))
+            for table, slot in zip(self.tables, self.slots, strict=True)
+        )
+        return ForwardBatch(send(self.tokens), send(self.positions), full, sliding)
+
+
+def build_host_batch(work: Many[Work], page_size: int) -> HostBatch:
+    """As ``build_forward_batch``, on the host; a token that is not known yet is 0."""
     counts = np.array([item.count for item in work], dtype=np.int32)
     ends = np.array([item.end for item in work], dtype=np.int32)
     query_start = np.zeros(len(work) + 1, dtype=np.int32)
@@ -59,7 +92,7 @@ def build_forward_batch(work: Many[Work], page_size: int, device: torch.device) 
     slots = {group: np.empty_like(tokens) for group in ("full", "sliding")}
     for row, item in enumerate(work):
         here = slice(query_start[row], query_start[row + 1])
-        tokens[here] = item.sequence.token_ids[item.start : item.end]
+        tokens[here] = item.sequence.token_ids[item.start : item.end] or 0
         positions[here] = np.arange(item.start, item.end)
         table = item.sequence.pages
         full = tables["full"][row]
@@ -71,12 +104,11 @@ def build_forward_batch(work: Many[Work], page_size: int, device: torch.device) 
         slots["full"][here] = full[page].astype(np.int64) * page_size + offset
         slots["sliding"][here] = sliding[page].astype(np.int64) * page_size + offset
 
-    def on_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
-    starts, lengths = on_device(query_start), on_device(ends)
-    full_pages, sliding_pages = (
-        PagedSequences(on_device(tables[group]), starts, lengths, on_device(slots[group]))
-        for group in ("full", "sliding")
+    return HostBatch(
+        tokens,
+        positions,
+        query_start,
+        ends,
+        (tables["full"], tables["sliding"]),
+        (slots["full"], slots["sliding"]),
     )
-    return ForwardBatch(on_device(tokens), on_device(positions), full_pages, sliding_pages)

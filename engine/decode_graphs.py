@@ -1,27 +1,36 @@
-"""Decode steps as CUDA graphs: one capture per padded batch size, inputs in fixed memory.
+"""Decode steps as graphs: one capture per padded batch size, inputs in fixed memory.
 
-A step writes its inputs into pinned host memory, copies them over, and replays. Block tables stay on the
-device; only rows whose page lists changed since the step before are copied again. The caller synchronises
-with the device before the next step, so pinned memory is never overwritten while a copy reads it.
-
-Padding rows read page 0 and write nothing: their slot is -1.
+Block tables stay on the device; a row is written whole when it gets another page table, and afterwards only
+where its table grew. What a row holds behind its sequence's length or before its window is never read, so
+pages that a sequence left, or that an ended one had, may stay in it. Padding rows have length 0 and slot -1:
+they read no page and write none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from antiphon.engine.batch import Work
+from antiphon.engine.device_runtime import Captured, DeviceRuntime
 from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.engine.sequence import PageTable
+from antiphon.engine.step_memory import (
+    FULL_SLOT,
+    POSITION,
+    SLIDING_SLOT,
+    SOURCE,
+    TOKEN,
+    HostMemory,
+    StepMemory,
+)
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.forward import ForwardBatch, LanguageModel
-
-_GROUPS = ("full", "sliding")
 
 
 def padded_sizes(max_batch_size: int) -> tuple[int, ...]:
@@ -31,125 +40,124 @@ def padded_sizes(max_batch_size: int) -> tuple[int, ...]:
 
 
 class DecodeGraphs:
-    """Captured decode steps of one model over one KV cache.
+    """Captured forward passes of one model over one KV cache; all are captured here, none later.
 
     Args:
-        model: its forward must not synchronise with the host for one token per sequence.
-        kv_cache: pages on a CUDA device.
-        max_batch_size: largest step.
+        model: its forward must not wait for the host when every sequence has one token.
+        memory: where a step's vectors lie on the device.
         max_sequence_tokens: bounds the width of a block table.
     """
 
     def __init__(
-        self, model: LanguageModel, kv_cache: PagedKvCache, max_batch_size: int, max_sequence_tokens: int
+        self,
+        model: LanguageModel,
+        kv_cache: PagedKvCache,
+        runtime: DeviceRuntime,
+        memory: StepMemory,
+        max_sequence_tokens: int,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
+        self._memory = memory
         self._page_size = kv_cache.page_size
-        self._sizes = padded_sizes(max_batch_size)
-        device = kv_cache.device
-        pages = -(-max_sequence_tokens // self._page_size)
-        # Rows: token id, position, slot of the full group, slot of the sliding group.
-        self._vectors = torch.zeros(4, max_batch_size, dtype=torch.int64, device=device)
-        self._lengths = torch.ones(max_batch_size, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(2, max_batch_size, pages, dtype=torch.int32, device=device)
-        self._query_start = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
-        self._host_vectors = torch.zeros_like(self._vectors, device="cpu").pin_memory()
-        self._host_lengths = torch.ones_like(self._lengths, device="cpu").pin_memory()
-        self._host_tables = torch.zeros_like(self._tables, device="cpu").pin_memory()
-        self._row_keys: list[tuple[str, int, int, int, int] | None] = [None] * max_batch_size
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool: Any = None  # torch names its type only privately
+        rows, pages = memory.max_batch_size, table_pages(max_sequence_tokens, kv_cache.page_size)
+        self._tables = torch.zeros(2, rows, pages, dtype=torch.int32, device=runtime.device)
+        self._mirror = np.zeros((2, rows, pages), dtype=np.int64)
+        """The block tables as they will be once every update is carried out."""
+        self._written: list[tuple[PageTable, int, int] | None] = [None] * rows
+        """By row: the table that it shows, and up to which full and sliding logical page."""
+        self._query_start = torch.arange(rows + 1, dtype=torch.int32, device=runtime.device)
+        self._graphs: dict[int, Captured] = {
+            size: runtime.capture(partial(self._forward, size)) for size in reversed(padded_sizes(rows))
+        }
+        self._size_for = [min(size for size in self._graphs if size >= count) for count in range(rows + 1)]
 
-    def capture_all(self) -> None:
-        """Capture every padded size, largest first, so that no step pays for it later."""
-        for size in reversed(self._sizes):
-            self._graph(size)
+    def prepare(
+        self, work: Many[Work], rows: np.ndarray, sources: np.ndarray, host: HostMemory
+    ) -> Callable[[], Tensor]:
+        """Write a step's inputs.
 
-    def run(self, work: Many[Work]) -> Tensor:
-        """Issue one step of ``len(work)`` sequences, each with one token to compute and sample.
+        Args:
+            work: one token to compute and to sample each. rows: [B] the row of each item.
+            sources: [B] for each item the row whose last sampled token it takes; -1 when it is known.
 
         Returns:
-            [len(work), V] float32 logits in memory that the next step of the same size overwrites.
-
-        Raises:
-            ValueError: a work item is not a single sampled token.
+            What issues the step; it returns hidden states [B, H] by row, until the next step overwrites them.
         """
-        if any(item.count != 1 or not item.samples for item in work):
-            raise ValueError("a decode graph computes exactly one sampled token per sequence")
         count = len(work)
-        size = next(size for size in self._sizes if size >= count)
-        self._fill(work, size)
-        graph, logits = self._graph(size)
-        graph.replay()
-        return logits[:count]
+        size = self._size_for[count]
+        places, pages = self._table_updates(work, rows)
+        changed = len(places)
+        self._write_vectors(work, rows, sources, host, size)
+        host.updates.numpy()[:changed] = places
+        host.updates.numpy()[changed : 2 * changed] = pages
+        graph = self._graphs[size]
 
-    def _fill(self, work: Many[Work], size: int) -> None:
-        count, page = len(work), self._page_size
-        vectors, lengths = self._host_vectors.numpy(), self._host_lengths.numpy()
-        vectors[:, count:size] = np.array([[0], [0], [-1], [-1]])
-        lengths[count:size] = 1
-        for row, item in enumerate(work):
-            pages, position = item.sequence.pages, item.start
-            logical, offset = divmod(position, page)
-            vectors[0, row] = item.sequence.token_ids[position]
-            vectors[1, row] = position
-            vectors[2, row] = pages.full[logical] * page + offset
-            vectors[3, row] = pages.sliding[logical - pages.sliding_first] * page + offset
-            lengths[row] = item.end
-            self._update_table(row, item)
-        self._vectors[:, :size].copy_(self._host_vectors[:, :size], non_blocking=True)
-        self._lengths[:size].copy_(self._host_lengths[:size], non_blocking=True)
+        def issue() -> Tensor:
+            self._memory.send_vectors(host)
+            if changed:
+                updates = host.updates[: 2 * changed].to(self._tables.device, non_blocking=True)
+                self._tables.view(-1).scatter_(0, updates[:changed], updates[changed:].int())
+            graph.replay()
+            return graph.output[:count]
 
-    def _update_table(self, row: int, item: Work) -> None:
-        sequence, pages = item.sequence, item.sequence.pages
-        key = (
-            sequence.request.request_id,
-            sequence.attempt,
-            len(pages.full),
-            pages.sliding_first,
-            len(pages.sliding),
-        )
-        if self._row_keys[row] == key:
-            return
-        self._row_keys[row] = key
-        host = self._host_tables.numpy()
-        first, last = pages.sliding_first, pages.sliding_first + len(pages.sliding)
-        host[0, row, : len(pages.full)] = pages.full
-        host[1, row, first:last] = pages.sliding
-        for group, begin, end in ((0, 0, len(pages.full)), (1, first, last)):
-            self._tables[group, row, begin:end].copy_(
-                self._host_tables[group, row, begin:end], non_blocking=True
-            )
+        return issue
 
-    def _batch(self, size: int) -> ForwardBatch:
-        starts, lengths = self._query_start[: size + 1], self._lengths[:size]
+    def _write_vectors(
+        self, work: Many[Work], rows: np.ndarray, sources: np.ndarray, host: HostMemory, size: int
+    ) -> None:
+        vectors, lengths = host.vectors.numpy(), host.lengths.numpy()
+        count, limit = len(work), self._memory.max_batch_size
+        vectors[:, count:size] = np.array([[0], [limit], [0], [-1], [-1]])
+        lengths[count:size] = 0
+        starts = np.array([item.start for item in work])
+        vectors[SOURCE, rows] = np.where(sources >= 0, sources, limit + rows)
+        for index in np.flatnonzero(sources < 0).tolist():
+            vectors[TOKEN, rows[index]] = work[index].sequence.token_ids[work[index].start]
+        vectors[POSITION, rows] = starts
+        logical, offset = np.divmod(starts, self._page_size)
+        for group, slot in enumerate((FULL_SLOT, SLIDING_SLOT)):
+            vectors[slot, rows] = self._mirror[group, rows, logical] * self._page_size + offset
+        lengths[rows] = starts + 1
+
+    def _table_updates(self, work: Many[Work], rows: np.ndarray) -> tuple[list[int], list[int]]:
+        """Places in the flat block tables and what to write there; brings the mirror up to date."""
+        places: list[int] = []
+        pages: list[int] = []
+        width = self._mirror.shape[2]
+        group_size = self._mirror.shape[1] * width
+        for item, row in zip(work, rows.tolist(), strict=True):
+            table, seen = item.sequence.pages, self._written[row]
+            full_end, sliding_end = len(table.full), table.sliding_first + len(table.sliding)
+            if seen is not None and seen[0] is table:
+                if seen[1] == full_end and seen[2] == sliding_end:
+                    continue
+                full_from, sliding_from = seen[1], max(seen[2], table.sliding_first)
+            else:
+                full_from, sliding_from = 0, table.sliding_first
+            self._written[row] = (table, full_end, sliding_end)
+            new_sliding = table.sliding[sliding_from - table.sliding_first :]
+            self._mirror[0, row, full_from:full_end] = table.full[full_from:]
+            self._mirror[1, row, sliding_from:sliding_end] = new_sliding
+            places += range(row * width + full_from, row * width + full_end)
+            places += range(group_size + row * width + sliding_from, group_size + row * width + sliding_end)
+            pages += table.full[full_from:]
+            pages += new_sliding
+        return places, pages
+
+    def _forward(self, size: int) -> Tensor:
+        memory = self._memory
+        starts, lengths = self._query_start[: size + 1], memory.lengths[:size]
         full, sliding = (
-            PagedSequences(self._tables[group, :size], starts, lengths, self._vectors[2 + group, :size])
-            for group in range(len(_GROUPS))
+            PagedSequences(self._tables[group, :size], starts, lengths, memory.row(slot)[:size])
+            for group, slot in enumerate((FULL_SLOT, SLIDING_SLOT))
         )
-        return ForwardBatch(self._vectors[0, :size], self._vectors[1, :size], full, sliding)
+        tokens = memory.token_pool.index_select(0, memory.row(SOURCE)[:size])
+        return self._model.forward(
+            ForwardBatch(tokens, memory.row(POSITION)[:size], full, sliding), self._kv_cache
+        )
 
-    def _graph(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        captured = self._graphs.get(size)
-        if captured is None:
-            captured = self._graphs[size] = self._capture(size)
-        return captured
 
-    @torch.inference_mode()
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        batch = self._batch(size)
-        # The run before the capture compiles kernels and sets up libraries. It must not touch pages in use.
-        slots = self._vectors[2:, :size].clone()
-        self._vectors[2:, :size] = -1
-        stream = torch.cuda.Stream(self._kv_cache.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._model.logits(self._model.forward(batch, self._kv_cache))
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._model.logits(self._model.forward(batch, self._kv_cache))
-        self._pool = graph.pool()
-        self._vectors[2:, :size] = slots
-        return graph, logits
+def table_pages(max_sequence_tokens: int, page_size: int) -> int:
+    """Width of a block table."""
+    return -(-max_sequence_tokens // page_size)

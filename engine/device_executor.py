@@ -1,0 +1,142 @@
+"""Computes and samples steps on a device while the host goes on: nothing here waits before ``result``.
+
+A step's tokens stay on the device for the step that follows; the host gets a copy of them later. Which steps
+are replayed as graphs is decided here once: all that only decode when there are graphs, none otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from antiphon.engine.batch import Work, build_host_batch
+from antiphon.engine.batch_rows import BatchRows
+from antiphon.engine.decode_graphs import DecodeGraphs, table_pages
+from antiphon.engine.device_runtime import Completion, DeviceRuntime, runtime_for
+from antiphon.engine.device_sampler import DeviceSampler
+from antiphon.engine.executor import Finished, LaunchedStep, layer_hook
+from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.engine.sampler import Choice
+from antiphon.engine.settings import EngineSettings
+from antiphon.engine.step_memory import HostMemory, StepMemory
+from antiphon.model.forward import LanguageModel
+
+_NO_ROWS = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step that was submitted."""
+
+    completion: Completion
+    host: HostMemory
+    read: Callable[[Completion], list[Choice]]
+
+    def result(self) -> list[Choice]:
+        """See ``LaunchedStep``; once."""
+        choices = self.read(self.completion)
+        self.host.in_use = None
+        return choices
+
+
+class DeviceExecutor:
+    """See ``executor.Executor``; at most two steps may be launched and not waited for.
+
+    Args:
+        runtime: the device's; a stand-in in tests.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        kv_cache: PagedKvCache,
+        settings: EngineSettings,
+        runtime: DeviceRuntime | None = None,
+    ) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._runtime = runtime or runtime_for(kv_cache.device)
+        self._layer_hook = layer_hook(kv_cache, settings.layer_groups)
+        rows, limit = settings.max_batch_size, settings.max_sequence_tokens
+        entries = 2 * rows * table_pages(limit, kv_cache.page_size) if settings.decode_graphs else 0
+        self._memory = StepMemory(self._runtime, rows, entries)
+        self._rows = BatchRows()
+        self._sampler = DeviceSampler(self._memory, settings.vocab_size)
+        self._graphs = (
+            DecodeGraphs(model, kv_cache, self._runtime, self._memory, limit)
+            if settings.decode_graphs
+            else None
+        )
+
+    @property
+    def road(self) -> str:
+        """See ``Executor``."""
+        if self._graphs is None:
+            return "eager forward pass, sampled on the device"
+        return "decode steps as graphs, others eager, sampled on the device"
+
+    def launch(
+        self, work: Sequence[Work], on_layer_group: Callable[[int], None] | None = None
+    ) -> LaunchedStep:
+        """See ``Executor``."""
+        if not work:
+            return Finished([])
+        sampled = [item for item in work if item.samples]
+        host = self._memory.take()
+        # A token that is not known yet was sampled by the step before, in the row its sequence had there.
+        before = self._rows.row_of
+        sources = [
+            -1 if item.start < len(item.sequence.token_ids) else before[item.sequence] for item in work
+        ]
+        if not sampled:
+            forward = self._prepare_eager(work, _NO_ROWS, sources, on_layer_group)
+            host.in_use = self._runtime.submit(lambda: _ignore(forward()))
+            return _Launched(host.in_use, host, _nothing)
+        rows = np.array(self._rows.assign([item.sequence for item in sampled]), dtype=np.int64)
+        if self._graphs is not None and len(sampled) == len(work) == sum(item.count for item in work):
+            forward = self._graphs.prepare(work, rows, np.array(sources, dtype=np.int64), host)
+        else:
+            forward = self._prepare_eager(work, rows, sources, on_layer_group)
+        choose, read = self._sampler.prepare(sampled, rows, self._rows.version, host)
+        host.in_use = self._runtime.submit(lambda: choose(self._model.logits(forward())))
+        return _Launched(host.in_use, host, read)
+
+    def _prepare_eager(
+        self,
+        work: Sequence[Work],
+        rows: np.ndarray,
+        sources: list[int],
+        on_layer_group: Callable[[int], None] | None,
+    ) -> Callable[[], Tensor]:
+        """What issues a step of any shape; it returns hidden states [M, H] of the sampled tokens, by row."""
+        batch = build_host_batch(work, self._kv_cache.page_size)
+        last = batch.query_start[1:].astype(np.int64) - 1
+        wanted = np.empty(len(rows), dtype=np.int64)
+        wanted[rows] = last[[item.samples for item in work]]
+        later = np.array(
+            [[last[i], source] for i, source in enumerate(sources) if source >= 0], dtype=np.int64
+        )
+        after_layer = None if on_layer_group is None else self._layer_hook(on_layer_group)
+
+        def forward() -> Tensor:
+            on_device = batch.to(self._runtime.device)
+            if len(later):
+                places, taken = self._memory.send(later.T.copy())
+                on_device.token_ids.index_copy_(0, places, self._memory.sampled.index_select(0, taken))
+            hidden = self._model.forward(on_device, self._kv_cache, after_layer)
+            return hidden.index_select(0, self._memory.send(wanted)) if len(wanted) else hidden
+
+        return forward
+
+
+def _ignore(hidden: Tensor) -> None:
+    """A step without samples needs its KV only."""
+
+
+def _nothing(completion: Completion) -> list[Choice]:
+    """What a step without samples chose."""
+    completion.wait()
+    return []
