@@ -2,7 +2,8 @@
 
 import { element } from "./dom.js";
 
-const INLINE = /`([^`\n]+)`|\*\*([^*\n]+)\*\*/g;
+const INLINE = /`([^`\n]+)`|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*/g;
+const TAGS = [null, "code", "strong", "em"];
 const ITEM = /^\s*(?:[-*]|\d+[.)])\s+/;
 const HEADING = /^#{1,6}\s+/;
 
@@ -10,7 +11,8 @@ function inline(parent, text) {
   let at = 0;
   for (const match of text.matchAll(INLINE)) {
     parent.append(text.slice(at, match.index));
-    parent.append(element(match[1] ? "code" : "strong", { text: match[1] ?? match[2] }));
+    const kind = match.findIndex((text, i) => i > 0 && text !== undefined);
+    parent.append(element(TAGS[kind], { text: match[kind] }));
     at = match.index + match[0].length;
   }
   parent.append(text.slice(at));
