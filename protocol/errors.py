@@ -34,3 +34,7 @@ class WireError(AntiphonError):
 
 class IllegalTransition(AntiphonError):
     """A request or page was moved between two states that have no edge between them."""
+
+
+class RankLostError(AntiphonError):
+    """A rank of a worker died, hangs or left, so that the worker's other ranks cannot go on."""

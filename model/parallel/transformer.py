@@ -8,6 +8,7 @@ such a sum are held by rank 0 and are zero elsewhere, so that they are added onc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import cast
 
 import torch
@@ -125,6 +126,16 @@ class ParallelTransformer(nn.Module):
     def top_k(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """[M, H] -> the k best logits [M, k] float32 and their ids [M, k] int64; see ``top_k_over_ranks``."""
         return top_k_over_ranks(self._local_logits(hidden), self.shape.vocabulary.start, k, self.communicator)
+
+    def facts(self) -> dict[str, object]:
+        """What all ranks must have in common, by name."""
+        return {
+            **asdict(self.config),
+            "tensor_parallel": self.layout.tensor_parallel,
+            "expert_parallel": self.layout.expert_parallel,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "with_unembedding": self.unembedding is not None,
+        }
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
         if self.unembedding is None:

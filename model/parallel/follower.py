@@ -1,0 +1,100 @@
+"""What every rank but the first does: wait for a command, take part in it, and wait again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from antiphon.model.forward import KvLayers
+from antiphon.model.parallel.batch_wire import BatchSizes, unpack
+from antiphon.model.parallel.commands import Command, CommandChannel, RankModel, kv_geometry
+from antiphon.model.parallel.rank_group import RankGroup
+from antiphon.protocol.errors import ConfigError
+
+
+class FollowerLoop:
+    """The whole life of a rank other than 0.
+
+    Args:
+        model: this rank's part.
+        kv: this rank's pages: as many of the same size as rank 0 has, with this rank's kv heads.
+        group: the ranks.
+        after_layer: called during a step, right after a layer of it was issued.
+        on_message: called with what rank 0 published, in order with the steps.
+    """
+
+    def __init__(
+        self,
+        model: RankModel,
+        kv: KvLayers,
+        group: RankGroup,
+        *,
+        after_layer: Callable[[int], None] | None = None,
+        on_message: Callable[[bytes], None] | None = None,
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._group = group
+        self._channel = CommandChannel(group.control)
+        self._after_layer = after_layer
+        self._on_message = on_message
+        self._geometry = kv_geometry(model.config, kv)
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Follow until rank 0 says stop. However this ends, the group is left, so that no rank waits for it.
+
+        Raises:
+            ConfigError: rank 0 was given another model, layout, dtype or cache; the message has both values.
+            RankLostError: a rank died or hangs.
+        """
+        try:
+            self._group.agree(self._model.facts())
+            while self._follow():
+                pass
+        finally:
+            self._group.close()
+
+    def _follow(self) -> bool:
+        command, numbers = self._channel.receive()
+        match command:
+            case Command.FORWARD:
+                self._forward(BatchSizes(*numbers[:4]), (numbers[4], numbers[5], numbers[6]))
+            case Command.LOGITS:
+                self._model.logits(self._hidden(numbers[0]))
+            case Command.GREEDY:
+                self._model.greedy(self._hidden(numbers[0]))
+            case Command.TOP_K:
+                self._model.top_k(self._hidden(numbers[0]), numbers[1])
+            case Command.MESSAGE:
+                self._message(numbers[0])
+            case Command.HEARTBEAT:
+                self._group.control.all_reduce(torch.ones(1))
+            case Command.STOP:
+                return False
+        return True
+
+    def _forward(self, sizes: BatchSizes, theirs: tuple[int, int, int]) -> None:
+        if theirs != self._geometry:
+            named = zip(("full pages", "sliding pages", "page size"), theirs, self._geometry, strict=True)
+            differing = [f"{name}: rank 0 has {a}, this one {b}" for name, a, b in named if a != b]
+            raise ConfigError(f"rank {self._group.rank}'s KV cache differs: " + "; ".join(differing))
+        buffer = torch.empty(sizes.total_bytes, dtype=torch.uint8, device=self._model.device)
+        batch = unpack(self._group.communicator.broadcast(buffer), sizes)
+        self._model.forward(batch, self._kv, self._after_layer)
+
+    def _hidden(self, rows: int) -> Tensor:
+        shape = (rows, self._model.config.hidden_size)
+        empty = torch.empty(shape, dtype=self._model.dtype, device=self._model.device)
+        return self._group.communicator.broadcast(empty)
+
+    def _message(self, length: int) -> None:
+        payload = b""
+        if length:
+            received = self._group.control.broadcast(torch.empty(length, dtype=torch.uint8))
+            payload = received.numpy().tobytes()
+        if self._on_message is None:
+            raise ConfigError(f"rank 0 published {length} bytes, rank {self._group.rank} takes no messages")
+        self._on_message(payload)

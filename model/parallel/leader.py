@@ -1,0 +1,171 @@
+"""Rank 0's model as an engine sees it: one ``LanguageModel`` whose calls set all ranks to work."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from antiphon.model.forward import ForwardBatch, KvLayers
+from antiphon.model.parallel.batch_wire import BatchSizes, pack
+from antiphon.model.parallel.commands import Command, CommandChannel, RankModel, kv_geometry
+from antiphon.model.parallel.rank_group import RankGroup
+from antiphon.protocol.errors import RankLostError
+
+_log = logging.getLogger(__name__)
+
+
+class LeaderModel:
+    """Implements ``model.forward.LanguageModel``: tells the other ranks what comes, then takes part in it.
+
+    One thread, the engine's, makes the calls. While it makes none, a thread of this object asks every rank
+    for a sign of life, so that a dead or hanging one is noticed without a request, and so that the others can
+    tell a quiet leader from a hanging one. Once a rank is lost every call raises: a worker cannot go on with
+    a part of its model.
+
+    Args:
+        model: rank 0's part.
+        group: the ranks.
+        heartbeat_s: between signs of life; a quarter of the group's timeout when absent.
+        on_lost: called once, on the thread that noticed, when a rank was lost or a step failed on rank 0.
+    """
+
+    def __init__(
+        self,
+        model: RankModel,
+        group: RankGroup,
+        *,
+        heartbeat_s: float | None = None,
+        on_lost: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self.config = model.config
+        self._model = model
+        self._group = group
+        self._channel = CommandChannel(group.control)
+        self._heartbeat_s = group.timeout_s / 4 if heartbeat_s is None else heartbeat_s
+        self._on_lost = on_lost
+        self._turn = threading.Lock()
+        self._failure: BaseException | None = None
+        self._stopping = threading.Event()
+        self._heartbeat: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Meet the other ranks; to be called once, while they call ``FollowerLoop.run``.
+
+        Raises:
+            ConfigError: they were given another model, layout or dtype; the message has both values.
+            RankLostError: one of them did not answer.
+        """
+        with self._command():
+            self._group.agree(self._model.facts())
+        if self._group.size > 1:
+            self._heartbeat = threading.Thread(target=self._watch, name="rank-heartbeat", daemon=True)
+            self._heartbeat.start()
+
+    def forward(
+        self, batch: ForwardBatch, kv: KvLayers, after_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """See ``LanguageModel``; each rank writes its own kv heads into its own pages, ``kv`` is rank 0's.
+
+        Raises:
+            RankLostError: another rank died, hangs, or was lost before.
+        """
+        sizes = BatchSizes.of(batch)
+        packed = pack(batch)
+        with self._command():
+            numbers = (sizes.tokens, sizes.sequences, sizes.full_pages, sizes.sliding_pages)
+            self._channel.send(Command.FORWARD, *numbers, *kv_geometry(self.config, kv))
+            self._group.communicator.broadcast(packed)
+            return self._model.forward(batch, kv, after_layer)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, H] -> [M, V] float32.
+
+        Raises:
+            RankLostError: another rank died, hangs, or was lost before.
+            RuntimeError: the model was built without its output projection.
+        """
+        with self._command():
+            return self._model.logits(self._announce(Command.LOGITS, hidden))
+
+    def greedy(self, hidden: Tensor) -> Tensor:
+        """[M, H] -> [M] int64, the lowest id among the highest logits; raises as ``logits`` does."""
+        with self._command():
+            return self._model.greedy(self._announce(Command.GREEDY, hidden))
+
+    def top_k(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """[M, H] -> the k best logits [M, k] and ids [M, k]; raises as ``logits`` does."""
+        with self._command():
+            return self._model.top_k(self._announce(Command.TOP_K, hidden, k), k)
+
+    def publish(self, message: bytes) -> None:
+        """Hand every other rank a message, in order with the steps: before the next one begins there.
+
+        Raises:
+            RankLostError: another rank died, hangs, or was lost before.
+        """
+        with self._command():
+            self._channel.send(Command.MESSAGE, len(message))
+            if message:
+                self._group.control.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+
+    def close(self) -> None:
+        """Let the other ranks' loops end, and leave the group. May be called twice.
+
+        Raises:
+            RankLostError: another rank died or hangs and was not known to.
+        """
+        self._stopping.set()
+        if self._heartbeat is not None:
+            self._heartbeat.join()
+        try:
+            if self._failure is None:
+                with self._command():
+                    self._channel.send(Command.STOP)
+                self._failure = RankLostError("the leader was closed")
+        finally:
+            self._group.close()
+
+    def _announce(self, command: Command, hidden: Tensor, *numbers: int) -> Tensor:
+        hidden = hidden.to(self._model.dtype).contiguous()
+        self._channel.send(command, hidden.shape[0], *numbers)
+        return self._group.communicator.broadcast(hidden)
+
+    @contextmanager
+    def _command(self) -> Iterator[None]:
+        """One command, from its header to the end of its work on this rank."""
+        with self._turn:
+            if self._failure is not None:
+                raise RankLostError(f"the ranks were stopped before: {self._failure}") from self._failure
+            try:
+                yield
+            except BaseException as error:
+                # The others are in the middle of something that will not be completed: release them.
+                self._fail(error)
+                raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        self._group.close()
+        if self._on_lost is not None:
+            self._on_lost(error)
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(self._heartbeat_s):
+            if not self._turn.acquire(blocking=False):
+                continue  # a step is under way, which needs every rank anyway
+            try:
+                if self._failure is not None:
+                    return
+                self._channel.send(Command.HEARTBEAT)
+                self._group.control.all_reduce(torch.ones(1))
+            except RankLostError as error:
+                _log.error("a rank was lost while idle: %s", error)
+                self._fail(error)
+                return
+            finally:
+                self._turn.release()
