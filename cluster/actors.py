@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import TYPE_CHECKING, ClassVar, NoReturn
+from urllib.parse import urlsplit
 
 from antiphon.cluster.logs import configure_logs
 from antiphon.cluster.process import ProcessStatus
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from antiphon.kv_transfer.transport import TransportFactory
     from antiphon.prefill_worker.worker import PrefillWorker
     from antiphon.router.server import RouterServer
+
+
+WILDCARD_HOSTS = ("0.0.0.0", "::")
+"""Listening on these is listening everywhere: no address to call a router by from another node."""
 
 
 class NotStarted(AntiphonError):
@@ -146,7 +151,17 @@ class RouterActor:
         self._server = RouterServer(self._config, self._served_model, formatter, gateway)
         await self._server.start()
         self._server.set_topology(topology)
-        return WorkerAddress(self._worker_id, Role.ROUTER, new_epoch(), self._server.url)
+        return WorkerAddress(self._worker_id, Role.ROUTER, new_epoch(), self._reachable_url(self._server.url))
+
+    def _reachable_url(self, url: str) -> str:
+        """``url``, with this node's address where the server listens on all of them."""
+        parts = urlsplit(url)
+        if self._config.ray.address is None or parts.hostname not in WILDCARD_HOSTS:
+            return url
+        import ray
+
+        host = str(ray.util.get_node_ip_address())
+        return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
 
     async def set_topology(self, topology: Topology) -> None:
         """Tell the router who is alive."""

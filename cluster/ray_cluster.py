@@ -38,8 +38,6 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 ACTOR_CONCURRENCY = 64
 """Calls one actor serves together; all are short but the one that waits for its death."""
 
-PLACEMENT_TIMEOUT_S = 60.0
-
 ACTOR_KINDS: Mapping[Role, type] = {
     Role.PREFILL: actors.PrefillActor,
     Role.DECODE: actors.DecodeActor,
@@ -290,19 +288,30 @@ class RayCluster:
         import ray
         from ray.util.placement_group import placement_group
 
-        bundles = [{"CPU": float(s.cpus)} | ({"GPU": float(s.gpus)} if s.gpus else {}) for s in self._specs]
+        settings = self._config.ray
+        bundles = [bundle_of(spec, role_resources=settings.role_resources) for spec in self._specs]
         self._group = placement_group(bundles, strategy="PACK", name=f"antiphon-{secrets.token_hex(4)}")
         try:
-            ray.get(self._group.ready(), timeout=PLACEMENT_TIMEOUT_S)
+            ray.get(self._group.ready(), timeout=settings.placement_timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             raise ConfigError(
-                f"the Ray cluster has no room for {bundles} after {PLACEMENT_TIMEOUT_S:.0f} s"
+                f"the Ray cluster has no room for {bundles} after {settings.placement_timeout_s:.0f} s"
             ) from error
 
     def _set_environment(self, variables: Mapping[str, str]) -> None:
         for name, value in variables.items():
             self._saved_environment.setdefault(name, os.environ.get(name))
             os.environ[name] = value
+
+
+def bundle_of(spec: ProcessSpec, *, role_resources: bool) -> dict[str, float]:
+    """What a process reserves in the placement group; ``role_resources`` ties it to the nodes of its role."""
+    bundle = {"CPU": float(spec.cpus)}
+    if spec.gpus:
+        bundle["GPU"] = float(spec.gpus)
+    if role_resources:
+        bundle[f"antiphon_{spec.role}"] = 1.0
+    return bundle
 
 
 @functools.cache

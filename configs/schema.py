@@ -193,6 +193,17 @@ class RayConfig(Section):
 
     address: str | None = None
     """Address of a running cluster; absent starts a local one that ends with the deployment."""
+    role_resources: bool = False
+    """Each process also reserves 1 of its role's custom resource (``antiphon_prefill``, ``antiphon_decode``,
+    ``antiphon_router``), so that it runs only on nodes that were started with it; a running cluster only."""
+    placement_timeout_s: float = pydantic.Field(60.0, gt=0)
+    """The cluster must have room for every process after this long; more where nodes are still coming up."""
+
+    @pydantic.model_validator(mode="after")
+    def _resources_are_of_a_running_cluster(self) -> RayConfig:
+        if self.role_resources and self.address is None:
+            raise ValueError("role_resources needs address: a cluster of the deployment's own has none")
+        return self
 
 
 class LogConfig(Section):

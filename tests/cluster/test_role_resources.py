@@ -1,0 +1,80 @@
+"""Processes that may run only on the nodes of their role, in a Ray cluster that somebody else runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pydantic
+import pytest
+
+from antiphon.cluster.process_plan import ProcessSpec, plan_processes
+from antiphon.cluster.ray_cluster import RayCluster, bundle_of
+from antiphon.cluster.resolution import ResolvedDeployment
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.protocol.errors import ConfigError
+from antiphon.protocol.identity import Role
+from antiphon.router.served_model import ServedModel
+
+TOKEN = "a-token-of-the-operator-" + "0" * 16
+
+
+def config_for(address: str, **ray: object) -> DeploymentConfig:
+    return DeploymentConfig.model_validate(
+        {
+            "model": {"path": "nowhere"},
+            "router": {"port": 0},
+            "ray": {"address": address, "role_resources": True, **ray},
+        }
+    )
+
+
+def test_a_bundle_names_the_role_only_when_asked() -> None:
+    spec = ProcessSpec("prefill-0", Role.PREFILL, 2, 4, 2)
+    assert bundle_of(spec, role_resources=False) == {"CPU": 2.0, "GPU": 4.0}
+    assert bundle_of(spec, role_resources=True) == {"CPU": 2.0, "GPU": 4.0, "antiphon_prefill": 1.0}
+
+
+def test_a_cluster_of_our_own_has_no_role_resources() -> None:
+    with pytest.raises(pydantic.ValidationError, match="role_resources needs address"):
+        DeploymentConfig.model_validate({"model": {"path": "nowhere"}, "ray": {"role_resources": True}})
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A head that runs nothing and one node per role, on this machine; yields the address."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
+            cluster.add_node(num_cpus=1, num_gpus=0, resources={f"antiphon_{role}": 1})
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.e2e
+def test_every_process_is_placed_on_a_node_of_its_role(nodes: str) -> None:
+    import ray
+
+    config = config_for(nodes)
+    specs = plan_processes(config)
+    with RayCluster(ResolvedDeployment(config, ServedModel("nothing", 1024, 0, "fp_0")), specs):
+        resources = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        (group,) = (g for g in ray.util.placement_group_table().values() if g["state"] == "CREATED")
+        placed = {
+            specs[int(index)].role: resources[node] for index, node in group["bundles_to_node_id"].items()
+        }
+    assert {role: f"antiphon_{role}" in found for role, found in placed.items()} == dict.fromkeys(
+        (Role.PREFILL, Role.DECODE, Role.ROUTER), True
+    )
+    # A second router has no node: that is said after the configured time, and names what was asked for.
+    more = config_for(nodes, placement_timeout_s=2.0)
+    more = more.model_copy(update={"router": more.router.model_copy(update={"replicas": 2})})
+    crowd = RayCluster(
+        ResolvedDeployment(more, ServedModel("nothing", 1024, 0, "fp_0")), plan_processes(more)
+    )
+    with pytest.raises(ConfigError, match=r"no room for .*antiphon_router.* after 2 s"):
+        crowd.__enter__()
