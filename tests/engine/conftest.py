@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from antiphon.engine.device_executor import DeviceExecutor
+from antiphon.engine.device_runtime import Completion, HostRuntime
 from antiphon.engine.events import (
     EngineEvent,
     KvWritten,
@@ -183,6 +186,54 @@ def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
     return tuple((i * i * 7 + i * 3 + salt * 11 + 1) % VOCABULARY for i in range(length))
 
 
+class LazyRuntime(HostRuntime):
+    """A device that begins a step only when somebody waits for it, as late as a real one may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[Callable[[], None]] = []
+        self._done = 0
+
+    def submit(self, issue: Callable[[], None]) -> Completion:
+        """Remember it."""
+        self._waiting.append(issue)
+        return _Turn(self, self._done + len(self._waiting))
+
+    @torch.inference_mode()
+    def run_until(self, number: int) -> None:
+        """Run what was submitted up to the ``number``-th."""
+        while self._done < number:
+            self._done += 1
+            self._waiting.pop(0)()
+
+
+@dataclass
+class _Turn:
+    runtime: LazyRuntime
+    number: int
+
+    def wait(self) -> None:
+        self.runtime.run_until(self.number)
+
+
+MODES = ("plain", "overlapped", "overlapped late", "graphs late")
+"""Ways to run an engine that must all say the same."""
+
+
+def make_engine(mode: str, model: LanguageModel, engine_settings: EngineSettings, **more: Any) -> EngineLoop:
+    """An engine of one of the ``MODES``."""
+    if mode == "plain":
+        return EngineLoop(model, engine_settings, **more)
+    changes: dict[str, Any] = {"overlap": True, "decode_graphs": mode == "graphs late"}
+    runtime = LazyRuntime() if mode.endswith("late") else HostRuntime()
+    return EngineLoop(
+        model,
+        replace(engine_settings, **changes),
+        executor=lambda *built: DeviceExecutor(*built, runtime),
+        **more,
+    )
+
+
 @dataclass
 class Transcript:
     """What an engine said about each request."""
@@ -248,9 +299,10 @@ class SplitPair:
         decode: EngineSettings,
         prefill_model: LanguageModel | None = None,
         decode_model: LanguageModel | None = None,
+        mode: str = "plain",
     ) -> None:
-        self.prefill = EngineLoop(prefill_model or FakeModel(), prefill, on_kv_written=self.ship)
-        self.decode = EngineLoop(decode_model or FakeModel(), decode)
+        self.prefill = make_engine(mode, prefill_model or FakeModel(), prefill, on_kv_written=self.ship)
+        self.decode = make_engine(mode, decode_model or FakeModel(), decode)
         self.requests: dict[str, EngineRequest] = {}
         self.emitted: dict[str, list[int]] = {}
         self.wanted: dict[tuple[str, int], PagesReserved] = {}
@@ -321,6 +373,8 @@ class EngineKit:
     """Everything above, handed to tests as one fixture because test folders are not packages."""
 
     FakeModel = FakeModel
+    LazyRuntime = LazyRuntime
+    MODES = MODES
     SplitPair = SplitPair
     Transcript = Transcript
     VOCABULARY = VOCABULARY
@@ -334,10 +388,12 @@ class EngineKit:
     held_pages = staticmethod(held_pages)
     copy_page = staticmethod(copy_page)
 
+    engine = staticmethod(make_engine)
+
     @staticmethod
-    def loop(**changes: object) -> EngineLoop:
+    def loop(mode: str = "plain", **changes: object) -> EngineLoop:
         """An engine on the fake model."""
-        return EngineLoop(FakeModel(), settings(**changes))
+        return make_engine(mode, FakeModel(), settings(**changes))
 
 
 @pytest.fixture(scope="session")
