@@ -31,7 +31,7 @@ class LeaderModel:
         model: rank 0's part.
         group: the ranks.
         heartbeat_s: between signs of life; a quarter of the group's timeout when absent.
-        on_lost: called once, on the thread that noticed, when a rank was lost or a step failed on rank 0.
+        on_lost: called at most once, on the thread that noticed, when a rank was lost or a step failed on rank 0.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class LeaderModel:
                 self._group.control.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
     def close(self) -> None:
-        """Let the other ranks' loops end, and leave the group. May be called twice.
+        """Let the other ranks' loops end, and leave the group. May be called twice, and from ``on_lost``.
 
         Raises:
             RankLostError: another rank died or hangs and was not known to.
         """
         self._stopping.set()
-        if self._heartbeat is not None:
+        if self._heartbeat is not None and self._heartbeat is not threading.current_thread():
             self._heartbeat.join()
         try:
             if self._failure is None:

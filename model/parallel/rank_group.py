@@ -105,8 +105,9 @@ class RankGroup:
         device = torch.device(device)
         try:
             store.set_timeout(timedelta(seconds=join_timeout_s))
-            control = GroupCommunicator(_gloo(store, "control", rank, size, timeout_s), rank, size)
-            communicator = control
+            gloo = _gloo(store, rank, size, join_timeout_s)
+            gloo.set_timeout(timedelta(seconds=timeout_s))
+            control = communicator = GroupCommunicator(gloo, rank, size)
             if device.type == "cuda":
                 communicator = GroupCommunicator(_nccl(store, rank, size, device, timeout_s), rank, size)
         except RuntimeError as error:
@@ -217,12 +218,12 @@ class GroupCommunicator:
             raise RankLostError(f"rank {self._rank} of {self._size}: {self._lost}") from error
 
 
-def _gloo(store: Store, name: str, rank: int, size: int, timeout_s: float) -> Any:
+def _gloo(store: Store, rank: int, size: int, timeout_s: float) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # the only way to name the interface without an environment variable
     options._devices = [gloo.create_device(hostname=LOOPBACK)]
     options._timeout = timedelta(seconds=timeout_s)
-    return gloo(PrefixStore(name, store), rank, size, options)
+    return gloo(PrefixStore("gloo", store), rank, size, options)
 
 
 def _nccl(store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from antiphon.kernels.reference import PagedSequences
@@ -16,6 +19,8 @@ from antiphon.model.checkpoint.synthesize import synthesize, synthesize_paramete
 from antiphon.model.checkpoint.write import write_checkpoint
 from antiphon.model.config import GptOssConfig
 from antiphon.model.forward import ForwardBatch
+from antiphon.model.parallel.rank_group import RankGroup
+from antiphon.model.parallel.transformer import ParallelTransformer
 from antiphon.model.transformer import Transformer
 
 MINI = GptOssConfig(
@@ -31,17 +36,36 @@ MINI = GptOssConfig(
 )
 """Small enough to write one checkpoint per fault."""
 
+SPREAD = GptOssConfig(
+    num_hidden_layers=4,
+    num_experts=8,
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=160,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=16,
+    experts_per_token=3,
+    sliding_window=24,
+    max_context_tokens=4096,
+)
+"""Goes over 1, 2 and 4 ranks; its 5 blocks of expert columns over 2 or 4 only unevenly. A short window."""
+
 Write = Callable[..., Path]
+Ranks = Callable[..., list[Any]]
 Forward = Callable[..., Tensor]
 
 
 class OneSequence:
     """Paged KV of one sequence whose pages lie in a shuffled order, and the batches that fill it."""
 
-    def __init__(self, model: Transformer, capacity: int, page_size: int) -> None:
+    def __init__(self, model: Transformer | ParallelTransformer, capacity: int, page_size: int) -> None:
         config = model.config
         pages = -(-capacity // page_size)
-        shape = (pages, config.num_key_value_heads, 2, page_size, config.head_dim)
+        heads = config.num_key_value_heads
+        if isinstance(model, ParallelTransformer):
+            heads = len(model.shape.kv_heads)
+        shape = (pages, heads, 2, page_size, config.head_dim)
         self._layers = [torch.zeros(shape, dtype=model.dtype) for _ in range(config.num_hidden_layers)]
         self._pages = torch.randperm(pages, generator=torch.Generator().manual_seed(pages))
         self._page_size = page_size
@@ -62,7 +86,9 @@ class OneSequence:
         return ForwardBatch(token_ids, positions, sequences, sequences)
 
 
-def forward_chunks(model: Transformer, token_ids: Tensor, chunk: int | None = None, page: int = 16) -> Tensor:
+def forward_chunks(
+    model: Transformer | ParallelTransformer, token_ids: Tensor, chunk: int | None = None, page: int = 16
+) -> Tensor:
     """Final-norm hidden states [T, H] of one prompt, computed whole or ``chunk`` tokens at a time."""
     kv = OneSequence(model, len(token_ids), page)
     step = chunk or len(token_ids)
@@ -110,3 +136,39 @@ def write_mini(tmp_path: Path) -> Write:
         return directory
 
     return write
+
+
+def run_in_ranks(size: int, work: Callable[[RankGroup], Any], timeout_s: float = 30.0) -> list[Any]:
+    """What ``work`` returns on each rank; the ranks are threads joined by gloo over the loopback device.
+
+    When one raises, the others' collectives fail; the error of the one that was first is raised here.
+    """
+    store = dist.HashStore()
+    groups: list[RankGroup] = []
+
+    def rank_main(rank: int) -> Any:
+        group = RankGroup.join(store, rank, size, timeout_s=timeout_s)
+        groups.append(group)
+        return work(group)
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(rank_main, rank) for rank in range(size)]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        failed = next((future for future in done if future.exception() is not None), None)
+        if failed is None:
+            results = [future.result() for future in futures]
+        for group in groups:
+            group.close()
+        if failed is not None:
+            raise failed.exception() or AssertionError
+    return results
+
+
+@pytest.fixture(scope="session")
+def in_ranks() -> Ranks:
+    return run_in_ranks
+
+
+@pytest.fixture(scope="session")
+def spread_config() -> GptOssConfig:
+    return SPREAD

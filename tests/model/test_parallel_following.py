@@ -1,0 +1,313 @@
+"""Rank 0 leads and the others follow: in order, with the same sizes, and never alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.kernels.reference import PagedSequences
+from antiphon.model.checkpoint.load import fill
+from antiphon.model.checkpoint.synthesize import synthesize_parameters
+from antiphon.model.config import GptOssConfig
+from antiphon.model.forward import ForwardBatch
+from antiphon.model.parallel.batch_wire import BatchSizes, pack, unpack
+from antiphon.model.parallel.follower import FollowerLoop
+from antiphon.model.parallel.layout import ParallelLayout
+from antiphon.model.parallel.leader import LeaderModel
+from antiphon.model.parallel.rank_group import RankGroup
+from antiphon.model.parallel.sharding import shard_parameters
+from antiphon.model.parallel.transformer import ParallelTransformer
+from antiphon.model.transformer import Transformer
+from antiphon.protocol.errors import ConfigError, RankLostError
+
+Ranks = Callable[..., list[Any]]
+Forward = Callable[..., Tensor]
+PAGE = 8
+
+
+def build(config: GptOssConfig, group: RankGroup, **options: Any) -> ParallelTransformer:
+    layout = ParallelLayout(group.size, True, group.rank)
+    model = ParallelTransformer(config, layout, group.communicator, torch.float32, **options)
+    fill(
+        model,
+        (
+            (name, part)
+            for name, part in shard_parameters(config, layout, synthesize_parameters(config))
+            if model.unembedding is not None or name != "unembedding.weight"
+        ),
+    )
+    return model
+
+
+@pytest.fixture(scope="module")
+def small(spread_config: GptOssConfig) -> GptOssConfig:
+    return replace(spread_config, num_hidden_layers=2)
+
+
+def prompt(config: GptOssConfig, length: int) -> Tensor:
+    return torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
+
+
+def random_batch(tokens: int, sequences: int, full_pages: int, sliding_pages: int) -> ForwardBatch:
+    def group(pages: int) -> PagedSequences:
+        short = {"dtype": torch.int32}
+        return PagedSequences(
+            torch.randint(-1, 99, (sequences, pages), **short),  # type: ignore[call-overload]
+            torch.randint(0, 99, (sequences + 1,), **short),  # type: ignore[call-overload]
+            torch.randint(0, 99, (sequences,), **short),  # type: ignore[call-overload]
+            torch.randint(-1, 10**12, (tokens,)),
+        )
+
+    ids = torch.randint(0, 10**6, (2, tokens))
+    return ForwardBatch(ids[0], ids[1], group(full_pages), group(sliding_pages))
+
+
+def tensors_of(batch: ForwardBatch) -> list[Tensor]:
+    groups = (batch.full, batch.sliding)
+    fields = ("block_table", "query_start", "kv_len", "slot")
+    return [batch.token_ids, batch.positions, *(getattr(g, name) for g in groups for name in fields)]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (7, 3, 5, 2), (513, 9, 0, 33), (4, 4, 17, 17)])
+def test_a_batch_arrives_as_it_was_sent(sizes: tuple[int, int, int, int]) -> None:
+    batch = random_batch(*sizes)
+    found = BatchSizes.of(batch)
+    assert found == BatchSizes(*sizes)
+    buffer = pack(batch)
+    assert buffer.shape == (found.total_bytes,)
+    for sent, arrived in zip(tensors_of(batch), tensors_of(unpack(buffer, found)), strict=True):
+        assert sent.dtype == arrived.dtype
+        assert torch.equal(sent, arrived)
+
+
+def test_a_batch_of_another_dtype_is_not_sent_as_something_else() -> None:
+    batch = random_batch(3, 2, 1, 1)
+    with pytest.raises(ValueError, match=r"torch\.int32 \[3\], not torch\.int64 \[3\]"):
+        pack(replace(batch, positions=batch.positions.int()))
+
+
+def test_the_leader_is_one_model_to_its_caller(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any, forward: Forward
+) -> None:
+    """Steps, logits, choices and messages, in the order in which rank 0 gave them."""
+    token_ids = prompt(small, 30)
+    single = Transformer(small, torch.float32)
+    fill(single, synthesize_parameters(small))
+    expected = forward(single, token_ids)
+
+    def lead(model: ParallelTransformer, group: RankGroup) -> list[Any]:
+        leader = LeaderModel(model, group)
+        leader.start()
+        kv = one_sequence(model, 30, PAGE)
+        layers: list[int] = []
+        parts = []
+        with torch.inference_mode():  # as an engine calls it
+            for begin in range(0, 30, 12):
+                leader.publish(b"chunk %d" % begin)
+                batch = kv.batch(token_ids[begin : begin + 12], begin)
+                parts.append(leader.forward(batch, kv, layers.append))
+            hidden = torch.cat(parts)
+            leader.publish(b"")
+            logits, greedy, best = leader.logits(hidden), leader.greedy(hidden), leader.top_k(hidden[:2], 5)
+        leader.close()
+        leader.close()
+        torch.testing.assert_close(hidden, expected, atol=5e-5, rtol=0)
+        torch.testing.assert_close(logits, single.logits(expected), atol=5e-5, rtol=0)
+        assert torch.equal(greedy, logits.argmax(-1))
+        torch.testing.assert_close(best[0], logits[:2].topk(5).values, atol=5e-5, rtol=0)
+        assert layers == [0, 1] * 3
+        return []
+
+    def work(group: RankGroup) -> list[Any]:
+        model = build(small, group)
+        if group.rank == 0:
+            return lead(model, group)
+        seen: list[Any] = []
+        kv = one_sequence(model, 30, PAGE)
+        FollowerLoop(model, kv, group, after_layer=seen.append, on_message=seen.append).run()
+        return seen
+
+    follower = [b"chunk 0", 0, 1, b"chunk 12", 0, 1, b"chunk 24", 0, 1, b""]
+    assert in_ranks(4, work) == [[], *[follower] * 3]
+
+
+def test_a_leader_of_one_rank_works_alone(small: GptOssConfig, one_sequence: Any) -> None:
+    group = RankGroup.single()
+    model = build(small, group)
+    leader = LeaderModel(model, group)
+    leader.start()
+    kv = one_sequence(model, 20, PAGE)
+    batch = kv.batch(prompt(small, 20), 0)
+    with torch.inference_mode():
+        hidden = leader.forward(batch, kv)
+        assert torch.equal(hidden, model.forward(batch, kv))
+        assert torch.equal(leader.logits(hidden), model.logits(hidden))
+    leader.close()
+
+
+Change = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 16}, r"num_experts: rank 0 has 8, rank 1 has 16"),
+        ({"rms_norm_eps": 1e-6}, r"rms_norm_eps: rank 0 has 1e-05, rank 1 has 1e-06"),
+    ],
+)
+def test_ranks_with_different_models_do_not_start(
+    change: Change, message: str, small: GptOssConfig, in_ranks: Ranks, one_sequence: Any
+) -> None:
+    def work(group: RankGroup) -> None:
+        model = build(small if group.rank == 0 else replace(small, **change), group)
+        if group.rank == 0:
+            with pytest.raises(ConfigError, match=message):
+                LeaderModel(model, group).start()
+        else:
+            with pytest.raises(ConfigError, match=message):
+                FollowerLoop(model, one_sequence(model, 8, PAGE), group).run()
+
+    in_ranks(2, work)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "page", "message"),
+    [(64, 8, r"full pages: rank 0 has 4, this one 8"), (16, 4, r"page size: rank 0 has 8, this one 4")],
+)
+def test_a_follower_with_other_pages_refuses_the_step_and_releases_the_leader(
+    capacity: int, page: int, message: str, small: GptOssConfig, in_ranks: Ranks, one_sequence: Any
+) -> None:
+    def work(group: RankGroup) -> None:
+        model = build(small, group)
+        if group.rank == 0:
+            kv = one_sequence(model, 32, PAGE)
+            leader = LeaderModel(model, group)
+            leader.start()
+            begin = time.monotonic()
+            with pytest.raises(RankLostError, match="rank 0 of 2"):
+                leader.forward(kv.batch(prompt(small, 8), 0), kv)
+            assert time.monotonic() - begin < 10  # long before the timeout of 30 s
+            with pytest.raises(RankLostError, match="stopped before"):
+                leader.logits(torch.zeros(1, small.hidden_size))
+            leader.close()
+        else:
+            with pytest.raises(ConfigError, match=message):
+                FollowerLoop(model, one_sequence(model, capacity, page), group).run()
+
+    in_ranks(2, work)
+
+
+def test_a_failure_on_rank_0_releases_the_others(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any
+) -> None:
+    """Rank 0's step fails half-way, for a reason of its own; the others must not wait for the rest of it."""
+    lost: list[BaseException] = []
+
+    def fail(layer: int) -> None:
+        raise MemoryError(f"no memory after layer {layer}")
+
+    def work(group: RankGroup) -> None:
+        model = build(small, group)
+        kv = one_sequence(model, 8, PAGE)
+        if group.rank == 0:
+            leader = LeaderModel(model, group, on_lost=lost.append)
+            leader.start()
+            with pytest.raises(MemoryError):
+                leader.forward(kv.batch(prompt(small, 8), 0), kv, fail)
+            leader.close()
+        else:
+            begin = time.monotonic()
+            with pytest.raises(RankLostError, match="rank 1 of 2"):
+                FollowerLoop(model, kv, group).run()
+            assert time.monotonic() - begin < 10
+
+    in_ranks(2, work)
+    assert [type(error) for error in lost] == [MemoryError]
+
+
+def test_a_quiet_leader_is_not_taken_for_a_dead_one(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any
+) -> None:
+    """No request comes for longer than an operation may take."""
+
+    def work(group: RankGroup) -> bool:
+        model = build(small, group)
+        kv = one_sequence(model, 8, PAGE)
+        if group.rank == 0:
+            leader = LeaderModel(model, group)
+            leader.start()
+            time.sleep(5.0)
+            leader.forward(kv.batch(prompt(small, 8), 0), kv)
+            leader.close()
+        else:
+            FollowerLoop(model, kv, group).run()
+        return True
+
+    assert in_ranks(2, work, timeout_s=3.0) == [True, True]
+
+
+def test_a_silent_follower_is_noticed_while_nothing_is_asked(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any
+) -> None:
+    """It holds its connection open and answers no more."""
+    noticed = threading.Event()
+
+    def work(group: RankGroup) -> None:
+        model = build(small, group)
+        if group.rank == 0:
+            leader: LeaderModel
+
+            def on_lost(error: BaseException) -> None:
+                leader.close()
+                noticed.set()
+
+            leader = LeaderModel(model, group, heartbeat_s=0.2, on_lost=on_lost)
+            leader.start()
+            assert noticed.wait(15)
+            with pytest.raises(RankLostError, match="stopped before"):
+                leader.logits(torch.zeros(1, small.hidden_size))
+            leader.close()
+        else:
+            group.agree(model.facts())
+            assert noticed.wait(15)
+
+    in_ranks(2, work, timeout_s=1.5)
+
+
+def publish_until_noticed(leader: LeaderModel) -> None:
+    """A message may be on its way before the other end has closed."""
+    for _ in range(100):
+        leader.publish(b"more")
+        time.sleep(0.05)
+
+
+def test_a_message_that_nobody_takes_is_an_error(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any
+) -> None:
+    def work(group: RankGroup) -> None:
+        model = build(small, group)
+        if group.rank == 0:
+            leader = LeaderModel(model, group)
+            leader.start()
+            leader.publish(b"four")
+            with pytest.raises(RankLostError):
+                publish_until_noticed(leader)
+        else:
+            with pytest.raises(ConfigError, match="4 bytes"):
+                FollowerLoop(model, one_sequence(model, 8, PAGE), group).run()
+
+    in_ranks(2, work)
+
+
+def test_a_rank_that_does_not_appear_is_named_as_such() -> None:
+    import torch.distributed as dist
+
+    with pytest.raises(RankLostError, match=r"rank 0 of 2: the ranks did not all join within 1 s"):
+        RankGroup.join(dist.HashStore(), 0, 2, join_timeout_s=1.0)

@@ -1,0 +1,86 @@
+"""Choosing over ranks equals choosing over the whole row, ties and NaN included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.model.parallel.rank_group import RankGroup
+from antiphon.model.parallel.vocabulary import argmax_over_ranks, top_k_over_ranks
+
+Ranks = Callable[..., list[Any]]
+WIDTH = 8
+
+
+def logits(*rows: list[float]) -> Tensor:
+    return torch.tensor([row + [-9.0] * (4 * WIDTH - len(row)) for row in rows])
+
+
+def columns(whole: Tensor, group: RankGroup) -> tuple[Tensor, int]:
+    begin = group.rank * WIDTH
+    return whole[:, begin : begin + WIDTH], begin
+
+
+def argmax(whole: Tensor, in_ranks: Ranks) -> list[int]:
+    results = in_ranks(
+        4, lambda group: argmax_over_ranks(*columns(whole, group), group.communicator).tolist()
+    )
+    assert results == [results[0]] * 4
+    chosen: list[int] = results[0]
+    return chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_argmax_equals_that_of_whole_rows(dtype: torch.dtype, in_ranks: Ranks) -> None:
+    whole = torch.randn(50, 4 * WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert argmax(whole, in_ranks) == whole.float().numpy().argmax(-1).tolist()
+
+
+def test_argmax_takes_the_lowest_id_of_a_tie(in_ranks: Ranks) -> None:
+    tied = logits([0.0] * 3, [0.0] * 3, [0.0] * 3)
+    tied[0, [5, 6]] = 1.0  # within a rank
+    tied[1, [9, 25]] = 1.0  # across ranks
+    tied[2] = 0.0  # everywhere
+    assert argmax(tied, in_ranks) == [5, 9, 0]
+
+
+def test_a_nan_is_the_highest_as_it_is_for_the_sampler(in_ranks: Ranks) -> None:
+    whole = logits([1.0], [1.0], [math.inf])
+    whole[0, 30] = math.nan
+    whole[1, [12, 20]] = math.nan
+    assert argmax(whole, in_ranks) == [30, 12, 0]
+    assert argmax(whole, in_ranks) == whole.numpy().argmax(-1).tolist()
+
+
+def top_k(whole: Tensor, k: int, in_ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
+    return in_ranks(4, lambda group: top_k_over_ranks(*columns(whole, group), k, group.communicator))
+
+
+@pytest.mark.parametrize("k", [1, 3, WIDTH, WIDTH + 5, 4 * WIDTH])
+def test_top_k_equals_that_of_whole_rows(k: int, in_ranks: Ranks) -> None:
+    whole = torch.randn(20, 4 * WIDTH, generator=torch.Generator().manual_seed(1))
+    expected = torch.topk(whole, k)
+    for values, ids in top_k(whole, k, in_ranks):
+        assert torch.equal(values, expected.values)
+        assert torch.equal(ids, expected.indices)
+
+
+def test_top_k_lists_equal_logits_by_id(in_ranks: Ranks) -> None:
+    whole = logits([0.0] * 30)
+    whole[0, [3, 11, 19]] = 2.0
+    values, ids = in_ranks(4, lambda group: top_k_over_ranks(*columns(whole, group), 3, group.communicator))[
+        2
+    ]
+    assert ids.tolist() == [[3, 11, 19]]
+    assert values.tolist() == [[2.0] * 3]
+
+
+@pytest.mark.parametrize("k", [0, 4 * WIDTH + 1])
+def test_more_than_the_vocabulary_is_refused(k: int, in_ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match=rf"k {k} is not within 1 \.\. 32"):
+        top_k(logits([0.0]), k, in_ranks)
