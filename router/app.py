@@ -21,6 +21,19 @@ from antiphon.router.http_boundary import (
     handle_http_exception,
     read_body,
 )
+from antiphon.router.openai.answer_schemas import (
+    ChatCompletionAnswer,
+    CompletionAnswer,
+    DeletedResponseAnswer,
+    DetokenizeAnswer,
+    HealthAnswer,
+    InputItemsAnswer,
+    ModelAnswer,
+    ModelListAnswer,
+    ReadyAnswer,
+    ResponseAnswer,
+    TokenizeAnswer,
+)
 from antiphon.router.openai.chat import chat_completion
 from antiphon.router.openai.chat_schema import ChatCompletionRequest
 from antiphon.router.openai.completion_schema import CompletionRequest
@@ -41,7 +54,7 @@ from antiphon.router.openai.tokenize import (
     detokenize,
     tokenize,
 )
-from antiphon.router.openapi_document import describe_bodies, request_body
+from antiphon.router.openapi_document import GENERATING, READING, STORED, STREAM, TEXT, describe, operation
 from antiphon.router.pages import add_pages
 
 BODIES = (
@@ -50,6 +63,19 @@ BODIES = (
     ResponsesRequest,
     TokenizeTextRequest,
     DetokenizeRequest,
+)
+ANSWERS = (
+    ChatCompletionAnswer,
+    CompletionAnswer,
+    DeletedResponseAnswer,
+    DetokenizeAnswer,
+    HealthAnswer,
+    InputItemsAnswer,
+    ModelAnswer,
+    ModelListAnswer,
+    ReadyAnswer,
+    ResponseAnswer,
+    TokenizeAnswer,
 )
 
 
@@ -62,6 +88,7 @@ def create_app(context: ApiContext, is_draining: Callable[[], bool]) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        default_response_class=Response,
     )
     app.add_exception_handler(ApiError, handle_api_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
@@ -73,7 +100,7 @@ def create_app(context: ApiContext, is_draining: Callable[[], bool]) -> FastAPI:
     _add_models(app, context)
     _add_operations(app, context, is_draining)
     add_pages(app)
-    describe_bodies(app, BODIES)
+    describe(app, BODIES, ANSWERS, context.model.name)
     return app
 
 
@@ -92,12 +119,28 @@ def wrap_app(app: FastAPI, context: ApiContext, keys: ApiKeys) -> ASGIApp:
 
 
 def _add_generation(app: FastAPI, context: ApiContext) -> None:
-    @app.post("/v1/chat/completions", tags=["Generation"], openapi_extra=request_body(ChatCompletionRequest))
+    name = context.model.name
+    chat = operation(
+        body=(ChatCompletionRequest,),
+        example={"model": name, "messages": [{"role": "user", "content": "Hello!"}]},
+        answer=ChatCompletionAnswer,
+        also=STREAM,
+        errors=GENERATING,
+    )
+    completion = operation(
+        body=(CompletionRequest,),
+        example={"model": name, "prompt": "Once upon a time", "max_tokens": 16},
+        answer=CompletionAnswer,
+        also=STREAM,
+        errors=GENERATING,
+    )
+
+    @app.post("/v1/chat/completions", tags=["Generation"], openapi_extra=chat)
     async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation."""
         return chat_completion(context, await read_body(request, context.config.max_body_bytes))
 
-    @app.post("/v1/completions", tags=["Generation"], openapi_extra=request_body(CompletionRequest))
+    @app.post("/v1/completions", tags=["Generation"], openapi_extra=completion)
     async def create_completion(request: Request) -> Response:
         """Go on with a text or token ids."""
         return text_completion(context, await read_body(request, context.config.max_body_bytes))
@@ -105,49 +148,79 @@ def _add_generation(app: FastAPI, context: ApiContext) -> None:
 
 def _add_responses(app: FastAPI, context: ApiContext) -> None:
     path = "/v1/responses/{response_id}"
+    stored = {"response_id": "$response.body#/id"}
+    creation = operation(
+        body=(ResponsesRequest,),
+        example={"model": context.model.name, "input": "Hello!"},
+        answer=ResponseAnswer,
+        also=STREAM,
+        errors=GENERATING,
+        links={
+            name: {"operationId": name, "parameters": stored}
+            for name in ("readResponse", "deleteResponse", "readInputItems")
+        },
+    )
 
-    @app.post("/v1/responses", tags=["Responses"], openapi_extra=request_body(ResponsesRequest))
+    @app.post("/v1/responses", tags=["Responses"], openapi_extra=creation)
     async def create(request: Request) -> Response:
         """Answer input items, and keep the response unless told otherwise."""
         return await create_response(context, await read_body(request, context.config.max_body_bytes))
 
-    @app.get(path, tags=["Responses"])
+    about = operation(answer=ResponseAnswer, errors=STORED)
+
+    @app.get(path, tags=["Responses"], operation_id="readResponse", openapi_extra=about)
     async def read(response_id: str) -> Response:
         """A stored response."""
         return await read_response(context, response_id)
 
-    @app.delete(path, tags=["Responses"])
+    about = operation(answer=DeletedResponseAnswer, errors=STORED)
+
+    @app.delete(path, tags=["Responses"], operation_id="deleteResponse", openapi_extra=about)
     async def delete(response_id: str) -> Response:
         """Forget a stored response."""
         return await delete_response(context, response_id)
 
-    @app.get(f"{path}/input_items", tags=["Responses"])
+    path = f"{path}/input_items"
+    about = operation(answer=InputItemsAnswer, errors=STORED)
+
+    @app.get(path, tags=["Responses"], operation_id="readInputItems", openapi_extra=about)
     async def input_items(response_id: str) -> Response:
         """The items of a stored response's request."""
         return await read_input_items(context, response_id)
 
 
 def _add_tokenizer(app: FastAPI, context: ApiContext) -> None:
-    body = request_body(TokenizeTextRequest, ChatCompletionRequest)
+    about = operation(
+        body=(TokenizeTextRequest, ChatCompletionRequest),
+        example={"prompt": "Hello!"},
+        answer=TokenizeAnswer,
+        errors=READING,
+    )
 
-    @app.post("/tokenize", tags=["Tokenizer"], openapi_extra=body)
+    @app.post("/tokenize", tags=["Tokenizer"], openapi_extra=about)
     async def tokenize_prompt(request: Request) -> Response:
         """Token ids of a text, or of a conversation as it would be rendered."""
         return tokenize(context, await read_body(request, context.config.max_body_bytes))
 
-    @app.post("/detokenize", tags=["Tokenizer"], openapi_extra=request_body(DetokenizeRequest))
+    about = operation(
+        body=(DetokenizeRequest,), example={"tokens": [72, 105]}, answer=DetokenizeAnswer, errors=READING
+    )
+
+    @app.post("/detokenize", tags=["Tokenizer"], openapi_extra=about)
     async def detokenize_tokens(request: Request) -> Response:
         """The text of token ids."""
         return detokenize(context, await read_body(request, context.config.max_body_bytes))
 
 
 def _add_models(app: FastAPI, context: ApiContext) -> None:
-    @app.get("/v1/models", tags=["Models"])
+    @app.get("/v1/models", tags=["Models"], openapi_extra=operation(answer=ModelListAnswer, errors=(401,)))
     async def list_models() -> Response:
         """The one model that is served."""
         return _json({"object": "list", "data": [context.model.card()]})
 
-    @app.get("/v1/models/{model:path}", tags=["Models"])
+    about = operation(answer=ModelAnswer, errors=(401, 404))
+
+    @app.get("/v1/models/{model:path}", tags=["Models"], openapi_extra=about)
     async def retrieve_model(model: str) -> Response:
         """The served model, by name."""
         if model != context.model.name:
@@ -156,12 +229,14 @@ def _add_models(app: FastAPI, context: ApiContext) -> None:
 
 
 def _add_operations(app: FastAPI, context: ApiContext, is_draining: Callable[[], bool]) -> None:
-    @app.get("/health", tags=["Operations"])
+    @app.get("/health", tags=["Operations"], openapi_extra=operation(answer=HealthAnswer))
     async def health() -> Response:
         """The process is alive."""
         return _json({"status": "ok"})
 
-    @app.get("/ready", tags=["Operations"])
+    about = operation(answer=ReadyAnswer, errors=(503,))
+
+    @app.get("/ready", tags=["Operations"], openapi_extra=about)
     async def ready() -> Response:
         """A prefill and a decode worker have moved a test page, and requests are taken."""
         if is_draining():
@@ -174,7 +249,7 @@ def _add_operations(app: FastAPI, context: ApiContext, is_draining: Callable[[],
             )
         return _json({"status": "ready", "pairs": [{"prefill": p, "decode": d} for p, d in pairs]})
 
-    @app.get("/metrics", tags=["Operations"])
+    @app.get("/metrics", tags=["Operations"], openapi_extra=operation(also=TEXT))
     async def metrics() -> Response:
         """Prometheus metrics."""
         text, content_type = context.metrics.exposition()

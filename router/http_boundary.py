@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from antiphon.router.api_keys import CALLER, ApiKeys
@@ -129,9 +130,16 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return error_response(request.scope, not_found(request.url.path))
     if error.status_code == 405:
-        allow = (error.headers or {}).get("Allow", "")
+        allow = _allowed_methods(request)
         return error_response(request.scope, method_not_allowed(request.method, allow))
     return error_response(request.scope, ApiError(error.status_code, str(error.detail)))
+
+
+def _allowed_methods(request: Request) -> str:
+    """All methods of a path; the routing layer names those of its first route only."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = [route for route in routes if route.path_regex.match(request.url.path)]
+    return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The service's own OpenAPI document: bodies are read by hand, so they are described by hand as well."""
+"""The service's own OpenAPI document: bodies are read and answers written by hand, and described here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 _REFERENCE = "#/components/schemas/{model}"
 _ERROR = {
@@ -28,49 +28,100 @@ _ERROR = {
     },
 }
 _STATUSES = {
-    "400": "The request cannot be served as it is.",
-    "401": "No accepted API key; only where keys are configured.",
-    "404": "Unknown model or URL.",
-    "405": "Unknown method.",
-    "413": "The body is too large.",
-    "429": "Too many requests at one time; see Retry-After.",
-    "500": "The request failed.",
-    "503": "Not ready; see Retry-After.",
-    "504": "The deadline has passed.",
+    400: "The request cannot be served as it is.",
+    401: "No accepted API key; only where keys are configured.",
+    404: "Unknown model, response or item.",
+    405: "Unknown method.",
+    413: "The body is too large.",
+    429: "Too many requests at one time; see Retry-After.",
+    500: "The request failed.",
+    503: "Not ready; see Retry-After.",
+    504: "The deadline has passed.",
 }
+EVERYWHERE = (405, 500)
+"""Statuses of every operation, errors of the service itself included."""
+GENERATING = (400, 401, 404, 413, 429, 503, 504)
+READING = (400, 401, 404, 413)
+STORED = (401, 404, 503)
+STREAM = {"text/event-stream": "Server-sent events, where `stream` is true."}
+TEXT = {"text/plain": "Lines of text."}
 
 
-def request_body(*models: type[BaseModel]) -> dict[str, Any]:
-    """What a route says about its JSON body, which is of one of these models."""
-    references = [{"$ref": _REFERENCE.format(model=model.__name__)} for model in models]
-    schema = references[0] if len(references) == 1 else {"anyOf": references}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def operation(
+    *,
+    body: Sequence[type[BaseModel]] = (),
+    example: dict[str, Any] | None = None,
+    answer: type[BaseModel] | None = None,
+    also: dict[str, str] | None = None,
+    errors: Sequence[int] = (),
+    links: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a route says about itself, for ``openapi_extra``.
+
+    ``body`` is a JSON object of one of these models, ``answer`` what comes back as JSON with status 200, and
+    ``also`` other media types of it. ``errors`` are its own besides those that every operation has.
+    """
+    content: dict[str, Any] = {}
+    if answer is not None:
+        content["application/json"] = {"schema": _reference(answer)}
+    for media_type, about in (also or {}).items():
+        content[media_type] = {"schema": {"description": about}}
+    ok: dict[str, Any] = {"description": "The answer.", "content": content}
+    if links is not None:
+        ok["links"] = links
+    described: dict[str, Any] = {"responses": {"200": ok}}
+    for status in sorted({*EVERYWHERE, *errors}):
+        schema = {"$ref": _REFERENCE.format(model="Error")}
+        described["responses"][str(status)] = {
+            "description": _STATUSES[status],
+            "content": {"application/json": {"schema": schema}},
+        }
+    if body:
+        references = [_reference(model) for model in body]
+        media: dict[str, Any] = {
+            "schema": references[0] if len(references) == 1 else {"anyOf": references},
+            "example": example,
+        }
+        described["requestBody"] = {"required": True, "content": {"application/json": media}}
+    return described
 
 
-def describe_bodies(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
-    """Put the bodies' schemas and the common errors into the application's document."""
-    _, definitions = models_json_schema([(m, "validation") for m in models], ref_template=_REFERENCE)
+def describe(
+    app: FastAPI, bodies: Sequence[type[BaseModel]], answers: Sequence[type[BaseModel]], model_name: str
+) -> None:
+    """Put the schemas of bodies and answers into the application's document.
+
+    ``model_name`` is the one value that a request's ``model`` may have at this deployment.
+    """
+    modes: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in bodies]
+    modes += [(model, "serialization") for model in answers]
+    _, definitions = models_json_schema(modes, ref_template=_REFERENCE)
+    schemas: dict[str, Any] = definitions.get("$defs", {})
+    for body in bodies:
+        named = schemas[body.__name__]["properties"].get("model")
+        if named is not None:
+            named |= {"examples": [model_name]}
+            for branch in named.get("anyOf", [named]):
+                if branch.get("type") == "string":
+                    branch["enum"] = [model_name]
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(
                 title=app.title, version=app.version, description=app.description, routes=app.routes
             )
-            schemas = document.setdefault("components", {}).setdefault("schemas", {})
-            schemas.update(definitions.get("$defs", {}))
-            schemas["Error"] = _ERROR
+            document.setdefault("components", {})["schemas"] = {**schemas, "Error": _ERROR}
             for operations in document["paths"].values():
-                for operation in operations.values():
-                    _add_errors(operation)
+                for described in operations.values():
+                    described["responses"].pop("422", None)
+                    for parameter in described.get("parameters", ()):
+                        if parameter["name"] == "model":
+                            parameter["schema"]["enum"] = [model_name]
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _add_errors(operation: dict[str, Any]) -> None:
-    responses = operation.setdefault("responses", {})
-    responses.pop("422", None)
-    for status, description in _STATUSES.items():
-        schema = {"$ref": _REFERENCE.format(model="Error")}
-        responses[status] = {"description": description, "content": {"application/json": {"schema": schema}}}
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REFERENCE.format(model=model.__name__)}

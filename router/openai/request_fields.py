@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, TypeVar
 
@@ -98,7 +100,7 @@ class SamplingFields(ApiModel):
         """
         pairs = []
         for key, bias in (self.logit_bias or {}).items():
-            if not (key.isascii() and key.isdigit()) or int(key) >= vocabulary_size:
+            if not (key.isascii() and key.isdigit() and len(key) < 10) or int(key) >= vocabulary_size:
                 raise invalid(
                     f"'{key[:32]}' is not a token id below {vocabulary_size}.", f"logit_bias.{key[:32]}"
                 )
@@ -116,9 +118,23 @@ def parse_body(model: type[Request], body: bytes) -> Request:
         ApiError: 400 that names the first field in the way.
     """
     try:
-        return model.model_validate_json(body)
+        request = model.model_validate_json(body)
     except pydantic.ValidationError as error:
         raise _first_problem(error.errors(include_url=False, include_input=False)) from None
+    if _LONG_INTEGER.search(body):
+        json.loads(body, parse_int=_representable)
+    return request
+
+
+_LONG_INTEGER = re.compile(rb"[0-9]{19}")
+"""The bytes of every integer beyond 64 bits, and of few other things."""
+
+
+def _representable(digits: str) -> int:
+    """An integer inside free-form JSON, if what is made of it can hold it: few JSON libraries go further."""
+    if len(digits) > 20 or not -_INT64 <= int(digits) < 2 * _INT64:
+        raise invalid(f"The integer {digits[:24]}... does not fit into 64 bits.", None, "invalid_json")
+    return int(digits)
 
 
 def refuse_unsupported(given: Iterable[tuple[str, JsonValue]], harmless: Mapping[str, JsonValue]) -> None:

@@ -130,6 +130,21 @@ async def test_malformed_json(deployment, body):
     assert error_of(response, 400)["code"] in ("invalid_json", "invalid_type")
 
 
+async def test_numbers_that_nothing_can_hold_are_the_clients_error(deployment):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"maximum": 2**64}}}
+    error = error_of(await deployment.chat(tools=[tool]), 400)
+    assert error["code"] == "invalid_json"
+    assert "64 bits" in error["message"]
+    tool["function"]["parameters"] = {"maximum": 2**64 - 1, "minimum": -(2**63), "title": "9" * 30}
+    assert (await deployment.chat(tools=[tool])).status_code == 200
+    item = {"role": "user", "content": "x", "weight": -(2**63) - 1}
+    response = await deployment.http.post("/v1/responses", json={"model": "tiny", "input": [item]})
+    assert error_of(response, 400)["code"] == "invalid_json"
+    assert error_of(await deployment.chat(logit_bias={"9" * 3000: 1}), 400)["param"].startswith(
+        "logit_bias.9"
+    )
+
+
 async def test_deep_nesting_is_no_crash(deployment):
     body = b'{"model":"tiny","messages":[],"tools":' + b"[" * 1500 + b"]" * 1500 + b"}"
     error_of(await deployment.http.post("/v1/chat/completions", content=body), 400)
