@@ -15,6 +15,8 @@ PYTEST_ARGS ?=
 # An environment is reused only while the pins, the package's metadata and its own place are the same.
 SETUP_ID := $(shell { cat requirements/lock.txt pyproject.toml; echo '$(abspath $(VENV))'; } | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.installed-$(SETUP_ID)
+CLIENTS_ID := $(shell { cat requirements/clients.txt; echo '$(SETUP_ID)'; } | sha256sum | cut -c1-16)
+CLIENTS_STAMP := $(VENV)/.clients-$(CLIENTS_ID)
 TINY := .cache/checkpoints/tiny
 
 .PHONY: help setup serve check test test-gpu bench docs lock clean
@@ -33,6 +35,12 @@ $(STAMP): requirements/lock.txt pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
+# Only tests need them, so they stay out of what `make serve` waits for.
+$(CLIENTS_STAMP): requirements/clients.txt $(STAMP)
+	@rm -f $(VENV)/.clients-*
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/clients.txt
+	@touch $@
+
 $(TINY)/config.json: | $(STAMP)
 	$(VENV)/bin/antiphon checkpoint synthesize --like tiny $(TINY)
 
@@ -45,7 +53,7 @@ check: $(STAMP) ## Lint, format, strict types and the layering of the folders
 	$(PY) -m mypy
 	$(PY) -m pytest -q tests/test_layering.py
 
-test: $(STAMP) ## Every test that needs no GPU (PYTEST_ARGS= is passed on)
+test: $(CLIENTS_STAMP) ## Every test that needs no GPU (PYTEST_ARGS= is passed on)
 	$(PY) -m pytest -m 'not gpu' $(PYTEST_ARGS)
 
 # PY=python3 uses an interpreter that already has a CUDA build of torch, as on a GPU image.

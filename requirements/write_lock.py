@@ -1,10 +1,11 @@
-"""Print requirements/lock.txt: every package of the running environment at its version."""
+"""Print requirements/lock.txt: every package of the running environment, but those of clients.txt."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 HEADER = """\
 # Every package of a development environment, pinned. `make lock` writes this file from the present one.
@@ -14,14 +15,26 @@ PINNED = {"triton": "3.7.1"}
 """Versions that other builds of a pinned package ask for, whatever is installed here."""
 
 
+def listed_elsewhere() -> set[str]:
+    """Names that requirements/clients.txt pins."""
+    lines = (Path(__file__).parent / "clients.txt").read_text().splitlines()
+    return {normal(line.partition("==")[0]) for line in lines if not line.startswith("#")}
+
+
+def normal(name: str) -> str:
+    """A package's name as an index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def main() -> int:
     """Write the lock to standard output."""
     freeze = [sys.executable, "-m", "pip", "freeze", "--all", "--exclude-editable"]
     listed = subprocess.run(freeze, check=True, capture_output=True, text=True).stdout
     lines = [HEADER]
+    elsewhere = listed_elsewhere()
     for line in listed.splitlines():
         name, separator, version = line.partition("==")
-        if not separator or name == "pip":
+        if not separator or name == "pip" or normal(name) in elsewhere:
             continue
         version = PINNED.get(name, re.sub(r"\+.*", "", version))  # a local build's tag is not a release
         lines.append(f"{name}=={version}")

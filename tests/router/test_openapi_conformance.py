@@ -1,4 +1,4 @@
-"""Requests made from the service's own OpenAPI document: no crash, and no answer that it does not describe."""
+"""Requests made from the service's own OpenAPI document: no crash, no answer that it does not describe."""
 
 from __future__ import annotations
 
