@@ -30,7 +30,7 @@ class BatchRows:
         taken = set(kept.values())
         free = (row for row in range(count) if row not in taken)
         self.row_of = {s: kept[s] if s in kept else next(free) for s in sequences}
-        self._sequences = sequences
+        self._sequences = list(sequences)
         self._rows = list(self.row_of.values())
         self.version += 1
         return self._rows

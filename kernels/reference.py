@@ -31,7 +31,7 @@ class PagedSequences:
             of the window, or beyond the length) may hold anything.
         query_start: [B + 1] int32, sequence b owns tokens ``query_start[b] : query_start[b + 1]``.
         kv_len: [B] int32, keys of sequence b including those written in this step. Its queries are the last
-            ``query_start[b + 1] - query_start[b]`` of them.
+            ``query_start[b + 1] - query_start[b]`` of them. 0 marks a padding row, whose query sees nothing.
         slot: [T] int64, physical slot (page * S + offset) where each token's key and value go.
     """
 
@@ -152,6 +152,9 @@ def paged_attention(
         begin, end = starts[b], starts[b + 1]
         count = end - begin
         if count == 0:
+            continue
+        if length == 0:  # a padding row
+            out[begin:end] = 0
             continue
         first_query = length - count
         first_key = 0 if window is None else max(0, first_query - window + 1)

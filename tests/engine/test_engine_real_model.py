@@ -93,11 +93,12 @@ def test_chunked_prefill_and_decode_equal_whole_context(kit: Any, model: Transfo
     assert len(set(said.tokens["a"])) > 1, "a text of one token repeated would prove little"
 
 
-def test_batches_prefixes_and_preemption_equal_whole_context(kit: Any, model: Transformer) -> None:
+@pytest.mark.parametrize("mode", ["plain", "overlapped late", "graphs late"])
+def test_batches_prefixes_and_preemption_equal_whole_context(kit: Any, model: Transformer, mode: str) -> None:
     requests = [
         kit.request(f"r{i}", (*_prompt(40), *_prompt(1 + 9 * i, salt=i)), max_tokens=25) for i in range(6)
     ]
-    loop = EngineLoop(model, _settings(full_pages=16, sliding_pages=14))
+    loop = kit.engine(mode, model, _settings(full_pages=13, sliding_pages=14))
     for request in requests:
         loop.submit(request)
     said = kit.run(loop)

@@ -137,7 +137,7 @@ class Schedule:
     # -------------------------------------------------------------------------------------- the owners
 
     def reserved(self, event: PagesReserved | PrefillStarted) -> None:
-        """Before the step is even launched: a peer may write from here on, and every other one does at once."""
+        """Before the step is launched: a peer may write from here on, and every other one does at once."""
         if not isinstance(event, PagesReserved) or event.kv_tokens == event.cached_tokens:
             return
         request = self.requests[event.request_id]

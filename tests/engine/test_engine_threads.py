@@ -7,6 +7,8 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from antiphon.engine.events import EngineEvent
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.rejection import RequestRejected
@@ -16,8 +18,11 @@ from antiphon.protocol.messages import FinishReason
 CLIENTS, REQUESTS = 4, 20
 
 
-def test_many_clients_at_once(kit: Any) -> None:
-    loop = EngineLoop(kit.FakeModel(), kit.settings(full_pages=24, sliding_pages=24, max_queued_requests=8))
+@pytest.mark.parametrize("mode", ["plain", "overlapped"])
+def test_many_clients_at_once(kit: Any, mode: str) -> None:
+    loop: EngineLoop = kit.engine(
+        mode, kit.FakeModel(), kit.settings(full_pages=24, sliding_pages=24, max_queued_requests=8)
+    )
     said, lock = kit.Transcript(), threading.Lock()
     failures: list[BaseException] = []
     requests: dict[str, Any] = {}
