@@ -1,0 +1,160 @@
+"""An unchanged engine on rank 0 drives all ranks: same texts as an engine on one rank, in every layout."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.engine.events import SequenceFinished, SequencePreempted, TokensSampled
+from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.engine.loop import EngineLoop
+from antiphon.engine.requests import EngineRequest, RequestKind
+from antiphon.engine.settings import EngineSettings
+from antiphon.model.checkpoint.load import fill
+from antiphon.model.checkpoint.synthesize import synthesize_parameters
+from antiphon.model.config import GptOssConfig
+from antiphon.model.forward import LanguageModel
+from antiphon.model.parallel.follower import FollowerLoop
+from antiphon.model.parallel.layout import ParallelLayout
+from antiphon.model.parallel.leader import LeaderModel
+from antiphon.model.parallel.rank_group import RankGroup
+from antiphon.model.parallel.sharding import shard_parameters
+from antiphon.model.parallel.transformer import ParallelTransformer
+from antiphon.model.transformer import Transformer
+from antiphon.protocol.messages import SamplingParams
+
+Ranks = Callable[..., list[Any]]
+Forward = Callable[..., Tensor]
+TIE = 1e-3
+PAGE, FULL_PAGES, SLIDING_PAGES = 16, 10, 9
+
+
+def settings(config: GptOssConfig, overlap: bool) -> EngineSettings:
+    return EngineSettings(
+        page_size_tokens=PAGE,
+        full_pages=FULL_PAGES,
+        sliding_pages=SLIDING_PAGES,
+        window_tokens=config.sliding_window,
+        max_context_tokens=160,
+        vocab_size=config.vocab_size,
+        chunk_tokens=32,
+        max_batch_size=8,
+        headroom_tokens=PAGE,
+        layer_groups=2,
+        overlap=overlap,
+    )
+
+
+def requests() -> list[EngineRequest]:
+    """Mixed lengths, a common beginning of two pages, and more text than pages."""
+    params = SamplingParams(max_tokens=24, seed=1, temperature=0.0, ignore_eos=True)
+    generator = torch.Generator().manual_seed(11)
+    start = torch.randint(2, 128, (32,), generator=generator).tolist()
+    found = []
+    for index, length in enumerate((1, 9, 20, 41, 50)):
+        rest = torch.randint(2, 128, (length,), generator=generator).tolist()
+        prompt = (*start, *rest) if index % 2 else tuple(rest)
+        found.append(EngineRequest(f"r{index}", 1, RequestKind.COLOCATED, prompt, sampling=params))
+    return found
+
+
+def run(model: LanguageModel, overlap: bool, kv_heads: int | None = None) -> dict[str, list[int]]:
+    """Tokens of every request, from an engine that has to preempt some."""
+    loop = EngineLoop(model, settings(model.config, overlap), kv_heads=kv_heads)
+    for request in requests():
+        loop.submit(request)
+    tokens: defaultdict[str, list[int]] = defaultdict(list)
+    finished = preempted = 0
+    for _ in range(2000):
+        if not loop.has_work():
+            break
+        for event in loop.step():
+            finished += isinstance(event, SequenceFinished)
+            preempted += isinstance(event, SequencePreempted)
+            if isinstance(event, TokensSampled):
+                assert event.position == len(tokens[event.request_id])
+                tokens[event.request_id] += event.token_ids
+    assert finished == len(requests())
+    assert preempted
+    loop.check_pages()
+    return dict(tokens)
+
+
+@pytest.fixture(scope="module")
+def single(spread_config: GptOssConfig) -> Transformer:
+    model = Transformer(spread_config, torch.float32)
+    fill(model, synthesize_parameters(spread_config, seed=2))
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected(single: Transformer) -> dict[str, list[int]]:
+    return run(single, overlap=False)
+
+
+def assert_equal_up_to_ties(
+    found: dict[str, list[int]], expected: dict[str, list[int]], single: Transformer, forward: Forward
+) -> None:
+    """Texts may part only where one rank's two best logits are as good as equal."""
+    for request in requests():
+        ours, theirs = found[request.request_id], expected[request.request_id]
+        assert len(ours) == len(theirs)
+        if ours == theirs:
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+        context = torch.tensor([*request.prompt_token_ids, *theirs[:at]])
+        best = single.logits(forward(single, context)[-1:]).topk(2).values[0]
+        assert float(best[0] - best[1]) < TIE, f"{request.request_id} differs at {at}"
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize(
+    ("ranks", "experts"),
+    [(2, False), (4, False), (2, True), (4, True)],
+    ids=["TP2", "TP4", "EP2 TP2", "EP4 TP4"],
+)
+def test_batches_chunks_prefixes_and_preemption_equal_one_rank(
+    ranks: int,
+    experts: bool,
+    overlap: bool,
+    single: Transformer,
+    expected: dict[str, list[int]],
+    in_ranks: Ranks,
+    forward: Forward,
+) -> None:
+    config = single.config
+
+    def work(group: RankGroup) -> dict[str, list[int]] | None:
+        layout = ParallelLayout(ranks, experts, group.rank)
+        model = ParallelTransformer(config, layout, group.communicator, torch.float32)
+        fill(model, shard_parameters(config, layout, synthesize_parameters(config, seed=2)))
+        kv_heads = len(model.shape.kv_heads)
+        if group.rank > 0:
+            pages = PagedKvCache(
+                config,
+                full_pages=FULL_PAGES,
+                sliding_pages=SLIDING_PAGES,
+                page_size=PAGE,
+                dtype=torch.float32,
+                kv_heads=kv_heads,
+            )
+            FollowerLoop(model, pages, group).run()
+            return None
+        leader = LeaderModel(model, group)
+        leader.start()
+        tokens = run(leader, overlap, kv_heads)
+        leader.close()
+        return tokens
+
+    found = in_ranks(ranks, work)[0]
+    assert_equal_up_to_ties(found, expected, single, forward)
+
+
+def test_the_texts_are_worth_comparing(expected: dict[str, list[int]]) -> None:
+    assert all(len(set(tokens)) > 8 for tokens in expected.values())
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)
