@@ -1,0 +1,88 @@
+{{/* Names, labels and ports: each is said here once. */}}
+
+{{- define "antiphon.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "antiphon.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "antiphon.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "antiphon.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What selects every pod of the release. */}}
+{{- define "antiphon.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "antiphon.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "antiphon.labels" -}}
+{{ include "antiphon.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Number of a named port. */}}
+{{- define "antiphon.port" -}}
+{{- $ports := dict "http" 8000 "gcs" 6379 "dashboard" 8265 "client" 10001 "metrics" 8080 "agent" 52365 -}}
+{{- required (printf "no port is called %s" .) (get $ports .) -}}
+{{- end -}}
+
+{{- define "antiphon.image" -}}
+{{- $image := .root.Values.image -}}
+{{- $repository := ternary $image.routerRepository $image.workerRepository (eq .kind "router") -}}
+{{- printf "%s%s:%s" $image.registry $repository (default .root.Chart.AppVersion $image.tag) -}}
+{{- end -}}
+
+{{- define "antiphon.serviceAccountName" -}}
+{{- default (include "antiphon.fullname" .) .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{- define "antiphon.apiKeySecret" -}}
+{{- default (printf "%s-api-keys" (include "antiphon.fullname" .)) .Values.auth.existingSecret.name -}}
+{{- end -}}
+
+{{- define "antiphon.apiKeySecretKey" -}}
+{{- ternary .Values.auth.existingSecret.key "api-keys" (ne .Values.auth.existingSecret.name "") -}}
+{{- end -}}
+
+{{- define "antiphon.raySecret" -}}
+{{- default (printf "%s-ray" (include "antiphon.fullname" .)) .Values.ray.auth.existingSecret -}}
+{{- end -}}
+
+{{- define "antiphon.scheme" -}}
+{{- ternary "https" "http" (ne .Values.router.tls.secretName "") -}}
+{{- end -}}
+
+{{/* Whether an optional object is wanted: true, false, or auto and its API is there. */}}
+{{- define "antiphon.wanted" -}}
+{{- if or (eq (toString .enabled) "true") (and (eq (toString .enabled) "auto") (.root.Capabilities.APIVersions.Has .api)) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* The worker groups of the RayCluster, as YAML: name, roles, pods, values of the pods. */}}
+{{- define "antiphon.groups" -}}
+{{- $shared := eq .Values.placement.mode "samePod" -}}
+{{- if $shared }}
+{{- $perPod := dict "prefill" (div .Values.prefill.replicas .Values.placement.pods) "decode" (div .Values.decode.replicas .Values.placement.pods) }}
+- {name: workers, pods: {{ .Values.placement.pods }}, prefill: {{ $perPod.prefill }}, decode: {{ $perPod.decode }}, router: 0}
+{{- else }}
+- {name: prefill, pods: {{ .Values.prefill.replicas }}, prefill: 1, decode: 0, router: 0}
+- {name: decode, pods: {{ .Values.decode.replicas }}, prefill: 0, decode: 1, router: 0}
+{{- end }}
+- {name: router, pods: {{ .Values.router.replicas }}, prefill: 0, decode: 0, router: 1}
+{{- end -}}
+
+{{/* GPUs that one worker of a pool needs. */}}
+{{- define "antiphon.gpusPerWorker" -}}
+{{- ternary (int .tensorParallel) 0 (eq .device "cuda") -}}
+{{- end -}}
