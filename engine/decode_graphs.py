@@ -1,4 +1,5 @@
-"""Decode steps as graphs: one capture per padded batch size, inputs in fixed memory.
+"""Decode steps as graphs: per padded batch size one of the forward pass, and one of logits and sampling for
+each simple way to sample; inputs in fixed memory.
 
 Block tables stay on the device; a row is written whole when it gets another page table, and afterwards only
 where its table grew. What a row holds behind its sequence's length or before its window is never read, so
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from antiphon.engine.batch import Work
+from antiphon.engine.device_choice import Way, Wishes, choose, uniform_wishes
 from antiphon.engine.device_runtime import Captured, DeviceRuntime
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.engine.sequence import PageTable
@@ -70,7 +72,18 @@ class DecodeGraphs:
         self._graphs: dict[int, Captured] = {
             size: runtime.capture(partial(self._forward, size)) for size in reversed(padded_sizes(rows))
         }
+        self._tails: dict[tuple[int, Way], Captured] = {
+            (size, way): runtime.capture(partial(self._sample, size, way))
+            for size in self._graphs
+            for way in (Way.GREEDY, Way.BY_ID)
+        }
         self._size_for = [min(size for size in self._graphs if size >= count) for count in range(rows + 1)]
+
+    def tail(self, count: int, wishes: Wishes) -> Captured | None:
+        """Logits and choice of a step of ``count`` sequences, when every row is sampled in one simple way;
+        its output holds a result of ``device_choice.choose`` for each row, and padding."""
+        way = wishes.uniform_way
+        return None if way is None else self._tails[self._size_for[count], way]
 
     def prepare(
         self, work: Many[Work], rows: np.ndarray, sources: np.ndarray, host: HostMemory
@@ -156,6 +169,10 @@ class DecodeGraphs:
         return self._model.forward(
             ForwardBatch(tokens, memory.row(POSITION)[:size], full, sliding), self._kv_cache
         )
+
+    def _sample(self, size: int, way: Way) -> Tensor:
+        hidden = self._graphs[size].output
+        return choose(self._memory, self._model.logits(hidden), uniform_wishes(way, size))
 
 
 def table_pages(max_sequence_tokens: int, page_size: int) -> int:

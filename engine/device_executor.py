@@ -96,13 +96,25 @@ class DeviceExecutor:
             host.in_use = self._runtime.submit(lambda: _ignore(forward()))
             return _Launched(host.in_use, host, _nothing)
         rows = np.array(self._rows.assign([item.sequence for item in sampled]), dtype=np.int64)
+        sampling = self._sampler.prepare(sampled, rows, self._rows.version, host)
         if self._graphs is not None and len(sampled) == len(work) == sum(item.count for item in work):
             forward = self._graphs.prepare(work, rows, np.array(sources, dtype=np.int64), host)
+            tail = self._graphs.tail(len(work), sampling.wishes)
         else:
             forward = self._prepare_eager(work, rows, sources, on_layer_group)
-        choose, read = self._sampler.prepare(sampled, rows, self._rows.version, host)
-        host.in_use = self._runtime.submit(lambda: choose(self._model.logits(forward())))
-        return _Launched(host.in_use, host, read)
+            tail = None
+
+        def issue() -> None:
+            sampling.send()
+            hidden = forward()
+            if tail is not None:
+                tail.replay()
+                sampling.fetch(tail.output[: len(work)])
+            else:
+                sampling.fetch(sampling.choose(self._model.logits(hidden)))
+
+        host.in_use = self._runtime.submit(issue)
+        return _Launched(host.in_use, host, sampling.read)
 
     def _prepare_eager(
         self,

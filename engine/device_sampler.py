@@ -8,25 +8,30 @@ candidates; the same with the whole row sorted. Candidates may turn out not to s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from antiphon.engine.batch import Work
+from antiphon.engine.device_choice import (
+    CHOSEN_COLUMN,
+    NOT_FINITE,
+    STATUS_COLUMN,
+    TOP_COLUMN,
+    UNDECIDED,
+    Adjustments,
+    Group,
+    Way,
+    Wishes,
+    choose,
+    way_of,
+)
 from antiphon.engine.device_runtime import Completion
 from antiphon.engine.executor import sampling_params
 from antiphon.engine.sampler import GOLDEN, Choice, bans_stop_ids, logit_changes, mixed_seed
-from antiphon.engine.sampling_math import (
-    CANDIDATES,
-    draw_by_id,
-    draw_truncated,
-    lowest_best,
-    scaled_weights,
-)
 from antiphon.engine.sequence import Sequence as EngineSequence
 from antiphon.engine.step_memory import (
     INVERSE_TEMPERATURE,
@@ -39,37 +44,35 @@ from antiphon.engine.step_memory import (
 )
 from antiphon.protocol.messages import SamplingParams, TokenLogprobs
 
-_STATUS_COLUMN, _CHOSEN_COLUMN, _TOP_COLUMN = 1, 2, 3
-_FINE, _NOT_FINITE, _UNDECIDED = 0.0, 1.0, 2.0
-
-
-class Way(IntEnum):
-    """How a row is sampled; rows lie in this order in ``StepMemory.order``."""
-
-    GREEDY = 0
-    BY_ID = 1
-    CANDIDATES = 2
-    WHOLE_ROW = 3
-
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Rows ``order[begin : end]``, sampled in one way."""
+class StepSampling:
+    """How one step is sampled: issued in three parts, then read."""
 
-    way: Way
-    begin: int
-    end: int
-    has_min_p: bool
-    is_everyone: bool
+    sampler: DeviceSampler
+    host: HostMemory
+    work: Sequence[Work]
+    rows: np.ndarray
+    wishes: Wishes
+    arrived: Tensor
+    """[M, columns] float64 in host memory."""
 
+    def send(self) -> None:
+        """Issue the copy of the rows' parameters."""
+        self.sampler.memory.send_sampling(self.host)
 
-@dataclass(frozen=True, slots=True)
-class _Adjustments:
-    """Places in the logits, [n] rows and [n] ids: what is added there, and where nothing may be chosen."""
+    def choose(self, logits: Tensor) -> Tensor:
+        """Issue the choice, [M, V] float32 by row -> result."""
+        return choose(self.sampler.memory, logits, self.wishes)
 
-    added_at: np.ndarray
-    added: np.ndarray
-    banned_at: np.ndarray
+    def fetch(self, result: Tensor) -> None:
+        """Issue the copy of the result to the host."""
+        self.arrived.copy_(result, non_blocking=True)
+
+    def read(self, completion: Completion) -> list[Choice]:
+        """Wait for the result, and say what was chosen for each item of the work."""
+        completion.wait()
+        return self.sampler.read(self)
 
 
 class DeviceSampler:
@@ -77,7 +80,7 @@ class DeviceSampler:
 
     def __init__(self, memory: StepMemory, vocab_size: int) -> None:
         rows = memory.max_batch_size
-        self._memory = memory
+        self.memory = memory
         self._vocabulary = vocab_size
         self._owners: list[EngineSequence | None] = [None] * rows
         self._version = -1
@@ -87,23 +90,15 @@ class DeviceSampler:
         self._way = np.zeros(rows, dtype=np.int64)
         self._logprobs = np.full(rows, -1, dtype=np.int64)
         self._adjusts = np.zeros(rows, dtype=bool)
-        self._groups: tuple[_Group, ...] = ()
         self._order = np.zeros(rows, dtype=np.int64)
-        self._asked: np.ndarray = np.zeros(0, dtype=np.int64)
+        self._wishes = Wishes((), None, np.zeros(0, dtype=np.int64), 0)
         self._adjusting: np.ndarray = np.zeros(0, dtype=np.int64)
 
-    # ------------------------------------------------------------------------------------------ on the host
-
-    def prepare(
-        self, work: Sequence[Work], rows: np.ndarray, version: int, host: HostMemory
-    ) -> tuple[Callable[[Tensor], None], Callable[[Completion], list[Choice]]]:
+    def prepare(self, work: Sequence[Work], rows: np.ndarray, version: int, host: HostMemory) -> StepSampling:
         """Write down what the sampled items of a step want.
 
         Args:
             work: [M] items; rows: [M] their rows, a permutation of 0 .. M - 1; version: changes with them.
-
-        Returns:
-            What issues the choice, given logits [M, V] float32 by row, and what waits for it and reads it.
         """
         if version != self._version:
             self._settle_rows(work, rows)
@@ -113,22 +108,14 @@ class DeviceSampler:
         parameters[:, :count] = self._parameters[:, :count]
         parameters[UNIFORM, rows] = uniforms(self._seeds[rows], ends - self._prompt_tokens[rows])
         host.order.numpy()[:count] = self._order[:count]
-        adjustments = self._adjustments(work, rows) if len(self._adjusting) else None
-        groups, asked = self._groups, self._asked
-        most = int(self._logprobs[asked].max()) if len(asked) else 0
-        columns = _TOP_COLUMN + 2 * min(most, self._vocabulary) if len(asked) else _CHOSEN_COLUMN
+        wishes = self._wishes
+        if len(self._adjusting):
+            wishes = replace(wishes, adjustments=self._adjustments(work, rows))
+        columns = wishes.columns(self._vocabulary)
         if count * columns > len(host.results):
-            host.results = self._memory.runtime.host_memory(count * columns, dtype=torch.float64)
+            host.results = self.memory.runtime.host_memory(count * columns, dtype=torch.float64)
         arrived = host.results[: count * columns].view(count, columns)
-
-        def issue(logits: Tensor) -> None:
-            arrived.copy_(self._choose(logits, host, groups, adjustments, asked, most), non_blocking=True)
-
-        def read(completion: Completion) -> list[Choice]:
-            completion.wait()
-            return self._read(arrived.numpy(), work, rows, bool(len(asked)))
-
-        return issue, read
+        return StepSampling(self, host, work, rows, wishes, arrived)
 
     def _settle_rows(self, work: Sequence[Work], rows: np.ndarray) -> None:
         """Write down new owners of rows, and group the rows by the way they are sampled."""
@@ -140,19 +127,18 @@ class DeviceSampler:
         ways = self._way[:count]
         self._order[:count] = np.argsort(ways, kind="stable")
         bounds = np.searchsorted(ways[self._order[:count]], range(len(Way) + 1))
-        self._groups = tuple(
-            _Group(
-                way,
-                int(begin := bounds[way]),
-                int(end := bounds[way + 1]),
-                bool((self._parameters[MIN_P, self._order[begin:end]] > 0).any()),
-                bool(end - begin == count),
-            )
-            for way in Way
-            if bounds[way] < bounds[way + 1]
+        groups = tuple(
+            self._group(way, int(begin), int(end), count)
+            for way, begin, end in zip(Way, bounds[:-1], bounds[1:], strict=True)
+            if begin < end
         )
-        self._asked = np.flatnonzero(self._logprobs[:count] >= 0)
+        asked = np.flatnonzero(self._logprobs[:count] >= 0)
+        self._wishes = Wishes(groups, None, asked, int(self._logprobs[:count].max(initial=0)))
         self._adjusting = np.flatnonzero(self._adjusts[:count])
+
+    def _group(self, way: Way, begin: int, end: int, count: int) -> Group:
+        has_min_p = bool((self._parameters[MIN_P, self._order[begin:end]] > 0).any())
+        return Group(way, begin, end, has_min_p, is_everyone=end - begin == count)
 
     def _write_row(self, row: int, sequence: EngineSequence, params: SamplingParams) -> None:
         top_k = params.top_k or self._vocabulary
@@ -168,43 +154,41 @@ class DeviceSampler:
             or params.frequency_penalty
             or (params.min_tokens and params.stop_token_ids)
         )
-        if params.temperature == 0:
-            self._way[row] = Way.GREEDY
-        elif params.top_k == 0 and params.top_p == 1:
-            self._way[row] = Way.BY_ID
-        elif sequence.sorts_whole_row or (params.top_k and 2 * params.top_k > CANDIDATES):
-            self._way[row] = Way.WHOLE_ROW
-        else:
-            self._way[row] = Way.CANDIDATES
+        self._way[row] = way_of(params, sorts_whole_row=sequence.sorts_whole_row)
 
-    def _adjustments(self, work: Sequence[Work], rows: np.ndarray) -> _Adjustments:
+    def _adjustments(self, work: Sequence[Work], rows: np.ndarray) -> Adjustments:
         item_of = dict(zip(rows.tolist(), work, strict=True))
-        added_at: list[tuple[int, int]] = []
+        added_at: list[int] = []
         added: list[float] = []
-        banned_at: list[tuple[int, int]] = []
+        banned_at: list[int] = []
         for row in self._adjusting.tolist():
             item = item_of[row]
             params, sequence = sampling_params(item), item.sequence
             changes = logit_changes(params, sequence.output)
-            added_at += [(row, token) for token in changes]
+            first = row * self._vocabulary
+            added_at += [first + token for token in changes]
             added += changes.values()
             if bans_stop_ids(params, item.end - sequence.prompt_tokens):
-                banned_at += [(row, token) for token in params.stop_token_ids]
-        return _Adjustments(_places(added_at), np.array(added, dtype=np.float32), _places(banned_at))
+                banned_at += [first + token for token in params.stop_token_ids]
+        return Adjustments(
+            np.array(added_at, dtype=np.int64),
+            np.array(added, dtype=np.float32),
+            np.array(banned_at, dtype=np.int64),
+        )
 
-    def _read(
-        self, values: np.ndarray, work: Sequence[Work], rows: np.ndarray, with_logprobs: bool
-    ) -> list[Choice]:
+    def read(self, step: StepSampling) -> list[Choice]:
+        """What was chosen for each item of a step whose result has arrived."""
+        values, rows = step.arrived.numpy(), step.rows
         tokens = values[rows, 0].astype(np.int64).tolist()
-        statuses = values[rows, _STATUS_COLUMN]
-        if not with_logprobs and not statuses.any():
+        statuses = values[rows, STATUS_COLUMN]
+        if not len(step.wishes.asked) and not statuses.any():
             return [Choice(token) for token in tokens]
         choices = []
-        for item, row, token, status in zip(work, rows.tolist(), tokens, statuses.tolist(), strict=True):
-            if status == _UNDECIDED:
+        for item, row, token, status in zip(step.work, rows.tolist(), tokens, statuses.tolist(), strict=True):
+            if status == UNDECIDED:
                 self._forget(item.sequence)
                 choices.append(Choice(None, undecided=True))
-            elif status == _NOT_FINITE:
+            elif status == NOT_FINITE:
                 choices.append(Choice(None))
             else:
                 choices.append(Choice(token, _logprobs(values[row], sampling_params(item).top_logprobs)))
@@ -214,79 +198,6 @@ class DeviceSampler:
         """Have a sequence written down again before the next step: it will sort its whole row."""
         self._owners = [None if owner is sequence else owner for owner in self._owners]
         self._version = -1
-
-    # ---------------------------------------------------------------------------------------- on the device
-
-    def _choose(
-        self,
-        logits: Tensor,
-        host: HostMemory,
-        groups: tuple[_Group, ...],
-        adjustments: _Adjustments | None,
-        asked: np.ndarray,
-        most: int,
-    ) -> Tensor:
-        """Issue the choice; returns [M, columns] float64: token, status and log-probabilities, by row."""
-        memory, count = self._memory, logits.shape[0]
-        memory.parameters.copy_(host.parameters, non_blocking=True)
-        memory.order.copy_(host.order, non_blocking=True)
-        best = lowest_best(logits)
-        finite = torch.isfinite(logits.gather(-1, best[:, None])).squeeze(-1)
-        adjusted = logits if adjustments is None else self._adjust(logits, adjustments)
-        tokens = best if adjustments is None else lowest_best(adjusted)
-        status = torch.where(finite, _FINE, _NOT_FINITE).double()
-        for group in groups:
-            if group.way is not Way.GREEDY:
-                tokens, status = self._draw(adjusted, tokens, status, group)
-        memory.sampled[:count].copy_(tokens)
-        columns = [tokens.double()[:, None], status[:, None]]
-        if len(asked):
-            columns.append(self._log_probabilities(logits, tokens, asked, most))
-        return torch.cat(columns, dim=-1)
-
-    def _adjust(self, logits: Tensor, adjustments: _Adjustments) -> Tensor:
-        adjusted = logits.clone()
-        flat, send = adjusted.view(-1), self._memory.send
-        width = logits.shape[-1]
-        if len(adjustments.added):
-            places = send(adjustments.added_at @ np.array([width, 1]))
-            flat.index_add_(0, places, send(adjustments.added))
-        if len(adjustments.banned_at):
-            flat.index_fill_(0, send(adjustments.banned_at @ np.array([width, 1])), float("-inf"))
-        return adjusted
-
-    def _draw(self, logits: Tensor, tokens: Tensor, status: Tensor, group: _Group) -> tuple[Tensor, Tensor]:
-        """Replace the tokens of one group's rows, and mark those that are undecided."""
-        index = self._memory.order[group.begin : group.end]
-        parameters = self._memory.parameters.index_select(1, index)
-        part = logits if group.is_everyone else logits.index_select(0, index)
-
-        def column(which: int) -> Tensor:
-            return parameters[which][:, None]
-
-        least = column(MIN_P) if group.has_min_p else None
-        weights = scaled_weights(part, column(INVERSE_TEMPERATURE), least)
-        if group.way is Way.BY_ID:
-            return tokens.index_copy(0, index, draw_by_id(weights, column(UNIFORM))), status
-        vocabulary = logits.shape[-1]
-        count = vocabulary if group.way is Way.WHOLE_ROW else min(vocabulary, CANDIDATES)
-        picked, settled = draw_truncated(
-            part, weights, column(TOP_K).long(), column(TOP_P), column(UNIFORM), count
-        )
-        so_far = status.index_select(0, index)
-        open_rows = torch.where(settled | (so_far != _FINE), so_far, _UNDECIDED)
-        return tokens.index_copy(0, index, picked), status.index_copy(0, index, open_rows)
-
-    def _log_probabilities(self, logits: Tensor, tokens: Tensor, asked: np.ndarray, most: int) -> Tensor:
-        """[M, 1 + 2 n] float64: of the chosen token, the n best ids and theirs; zeros where nobody asked."""
-        index = self._memory.send(asked)
-        part = logits.index_select(0, index)
-        normaliser = torch.logsumexp(part, dim=-1, keepdim=True)
-        chosen = part.gather(-1, tokens.index_select(0, index)[:, None]) - normaliser
-        values, ids = torch.topk(part, min(most, part.shape[-1]), dim=-1)
-        found = torch.cat((chosen.double(), ids.double(), (values - normaliser).double()), dim=-1)
-        rows = torch.zeros(logits.shape[0], found.shape[-1], dtype=torch.float64, device=logits.device)
-        return rows.index_copy(0, index, found)
 
 
 def uniforms(mixed_seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -299,15 +210,11 @@ def uniforms(mixed_seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def _places(places: list[tuple[int, int]]) -> np.ndarray:
-    return np.array(places, dtype=np.int64).reshape(-1, 2)
-
-
 def _logprobs(row: np.ndarray, wanted: int | None) -> TokenLogprobs | None:
     if wanted is None:
         return None
-    most = (len(row) - _TOP_COLUMN) // 2
-    ids = row[_TOP_COLUMN : _TOP_COLUMN + most].astype(np.int64).tolist()
-    values = row[_TOP_COLUMN + most :].tolist()
+    most = (len(row) - TOP_COLUMN) // 2
+    ids = row[TOP_COLUMN : TOP_COLUMN + most].astype(np.int64).tolist()
+    values = row[TOP_COLUMN + most :].tolist()
     best = sorted(zip(ids[:wanted], values[:wanted], strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return TokenLogprobs(chosen=float(row[_CHOSEN_COLUMN]), top=tuple(best))
+    return TokenLogprobs(chosen=float(row[CHOSEN_COLUMN]), top=tuple(best))

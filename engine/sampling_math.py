@@ -57,7 +57,7 @@ def draw_by_id(weights: Tensor, uniforms: Tensor) -> Tensor:
     totals = ends[:, -1:]
     target = torch.minimum(uniforms * totals, _just_below(totals))
     block = _first_beyond(ends, target)
-    before = torch.where(block > 0, ends.gather(-1, (block - 1).clamp_min(0)), 0.0)
+    before = ends.gather(-1, (block - 1).clamp_min(0)).masked_fill(block == 0, 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, 1, blocks.shape[-1])).squeeze(1)
     inner = inside.cumsum(dim=-1, dtype=torch.float64)
     rest = torch.minimum(target - before, _just_below(inner[:, -1:]))

@@ -88,6 +88,11 @@ class StepMemory:
         self._vectors[1:].copy_(host.vectors, non_blocking=True)
         self.lengths.copy_(host.lengths, non_blocking=True)
 
+    def send_sampling(self, host: HostMemory) -> None:
+        """Issue the copies of what the sampler reads."""
+        self.parameters.copy_(host.parameters, non_blocking=True)
+        self.order.copy_(host.order, non_blocking=True)
+
     def send(self, array: np.ndarray) -> Tensor:
         """Issue the copy of an array of this step's own; for what only some steps have."""
         source = torch.from_numpy(array)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from antiphon.engine import device_sampler
+from antiphon.engine import device_choice
 from antiphon.engine.batch import Work
 from antiphon.engine.batch_rows import BatchRows
 from antiphon.engine.device_runtime import HostRuntime
@@ -42,10 +42,15 @@ class Bench:
         work = [Work(sequence, len(sequence.token_ids) - 1, 1, True) for sequence in sequences]
         rows = np.array(self.rows.assign(sequences))
         host = self.memory.take()
-        issue, read = self.sampler.prepare(work, rows, self.rows.version, host)
+        sampling = self.sampler.prepare(work, rows, self.rows.version, host)
         by_row = torch.empty_like(logits)
         by_row[torch.from_numpy(rows)] = logits
-        choices = read(HostRuntime().submit(lambda: issue(by_row)))
+
+        def issue() -> None:
+            sampling.send()
+            sampling.fetch(sampling.choose(by_row))
+
+        choices = sampling.read(HostRuntime().submit(issue))
         taken = [c.token_id for c in choices if c.token_id is not None]
         held = self.memory.sampled[torch.from_numpy(rows)].tolist()
         assert taken == [t for c, t in zip(choices, held, strict=True) if c.token_id is not None]
@@ -169,7 +174,7 @@ def test_more_log_probabilities_than_there_is_room_for(kit: Any) -> None:
 
 
 def test_an_open_draw_is_said_and_then_settled(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_sampler, "CANDIDATES", 4)
+    monkeypatch.setattr(device_choice, "CANDIDATES", 4)
     bench = Bench(kit)
     sequence = bench.sequence("a", 0, temperature=30.0, top_p=0.9)
     logits = _logits(1, 5)

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from antiphon.engine import device_sampler
+from antiphon.engine import device_choice
 from antiphon.engine.events import (
     KvWritten,
     PagesReserved,
@@ -253,7 +253,7 @@ STYLES: tuple[dict[str, Any], ...] = (
 @pytest.fixture(autouse=True)
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few that a cut often lies beyond them, and a position has to be computed again."""
-    monkeypatch.setattr(device_sampler, "CANDIDATES", 4)
+    monkeypatch.setattr(device_choice, "CANDIDATES", 4)
 
 
 SUBMIT = st.tuples(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from antiphon.engine import device_sampler
+from antiphon.engine import device_choice
 from antiphon.engine.device_executor import DeviceExecutor
 from antiphon.engine.events import KvWritten, PagesReserved, PrefillComputed, TokensSampled
 from antiphon.engine.loop import EngineLoop
@@ -141,7 +141,7 @@ def test_penalties_wait_for_the_token_before_and_hold_up_nobody(kit: Any, mode: 
 def test_an_undecided_draw_is_made_again_and_said_once(
     kit: Any, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_sampler, "CANDIDATES", 2)
+    monkeypatch.setattr(device_choice, "CANDIDATES", 2)
     loop = kit.loop(mode)
     wide = kit.request("w", kit.prompt_of(20), max_tokens=12, temperature=2.0, top_p=0.99)
     other = kit.request("o", kit.prompt_of(30, 1), max_tokens=12, temperature=1.0)
