@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -19,7 +20,8 @@ from antiphon.protocol.errors import CheckpointError
 
 MODEL_NAME = "gpt-oss-tiny"
 PACKED_FILE = Path(__file__).with_name(f"{MODEL_NAME}.bin.xz")
-DIGEST_FILE = Path(__file__).with_name(f"{MODEL_NAME}.sha256")
+DIGEST_FILE = Path(__file__).with_name(f"{MODEL_NAME}.json")
+"""``{"sha256": …}`` of the packed file."""
 _COMPLETE = ".complete"
 
 
@@ -97,9 +99,10 @@ def _install(partial: Path, folder: Path) -> None:
 
 def _shipped_digest() -> str:
     try:
-        return DIGEST_FILE.read_text(encoding="ascii").split()[0]
-    except (OSError, IndexError) as error:
+        digest = json.loads(DIGEST_FILE.read_text(encoding="utf-8"))["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{DIGEST_FILE}: cannot be read: {error}") from error
+    return str(digest)
 
 
 def _sha256(path: Path) -> str:

@@ -68,17 +68,21 @@ def mxfp4_rounded(weight: Tensor) -> Tensor:
 
 
 def shipped_experts(weight: Tensor) -> Tensor:
-    """Expert weights as stored, gradients straight through."""
+    """An expert parameter as stored, gradients straight through; a frozen one is taken as it is."""
+    if not weight.requires_grad:
+        return weight
     with torch.no_grad():
         rounded = mxfp4_rounded(weight)
     return weight + (rounded - weight).detach()
 
 
 def shipped(weight: Tensor) -> Tensor:
-    """Any other weight as stored (bfloat16), gradients straight through; float32.
+    """Any other parameter as stored (bfloat16), gradients straight through; float32. Frozen ones as they are.
 
     Rounds to nearest even on the bits, since a compiler may drop a cast to bfloat16 and back.
     """
+    if not weight.requires_grad:
+        return weight
     with torch.no_grad():
         bits = weight.view(torch.int32)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
@@ -139,13 +143,14 @@ class Attention(nn.Module):
 def masked_attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, visible: object, scale: float) -> Tensor:
     """Plain attention with sinks: q [R, Q, T, D], k and v [R, G, S, D], visible [R, 1, T, S] -> like q."""
     assert isinstance(visible, Tensor)
-    repeat = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    scores = (q @ k.transpose(-1, -2)).float() * scale
-    scores = scores.masked_fill(~visible, -math.inf)
-    sink = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+    groups = k.shape[1]
+    queries = q.reshape(q.shape[0], groups, -1, *q.shape[2:])  # [R, G, M, T, D]
+    scores = (queries.flatten(2, 3) @ k.transpose(-1, -2)).float() * scale
+    scores = scores.view(*queries.shape[:4], -1).masked_fill(~visible.unsqueeze(1), -math.inf)
+    sink = sinks.float().view(1, groups, -1, 1, 1).expand(*scores.shape[:4], 1)
     weights = torch.softmax(torch.cat((scores, sink), -1), -1)[..., :-1]
-    return weights.to(v.dtype) @ v
+    mixed: Tensor = weights.to(v.dtype).flatten(2, 3) @ v
+    return mixed.view(q.shape)
 
 
 def flex_attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, visible: object, scale: float) -> Tensor:
@@ -182,7 +187,7 @@ class Experts(nn.Module):
         best, chosen = logits.topk(c.experts_per_token, dim=-1)
         weight = torch.zeros_like(logits).scatter(-1, chosen, torch.softmax(best, -1))  # [R, T, E]
         rows = shipped_experts(self.gate_up).view(c.num_experts, -1, 2, c.hidden_size)  # [E, I, gate | up, H]
-        bias = self.gate_up_bias.view(c.num_experts, -1, 2)
+        bias = shipped(self.gate_up_bias).view(c.num_experts, -1, 2)
         gate = self._product(y, rows[:, :, 0], bias[:, :, 0], dtype).clamp(max=SWIGLU_LIMIT)
         up = self._product(y, rows[:, :, 1], bias[:, :, 1], dtype).clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
         activated = gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1) * weight.unsqueeze(-1)
@@ -195,7 +200,7 @@ class Experts(nn.Module):
 
     def _product(self, y: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
         """y [R, T, H], weight [E, I, H], bias [E, I] -> [R, T, E, I] float32, computed in ``dtype``."""
-        flat, offset = weight.flatten(0, 1).to(dtype), shipped(bias.flatten()).to(dtype)
+        flat, offset = weight.flatten(0, 1).to(dtype), bias.flatten().to(dtype)
         product = torch.nn.functional.linear(y.to(dtype), flat, offset)
         return product.float().view(*product.shape[:-1], self.config.num_experts, -1)
 
@@ -228,7 +233,9 @@ class TinyGptOss(nn.Module):
 
     def embed(self, rows: Tensor) -> Tensor:
         """rows [R, T] int64 -> [R, T, H] float32."""
-        return torch.nn.functional.embedding(rows, shipped(torch.cat((self.embedding, self.unseen_input))))
+        return torch.nn.functional.embedding(
+            rows, torch.cat((shipped(self.embedding), shipped(self.unseen_input)))
+        )
 
     def forward(self, rows: Tensor, place: Placement) -> tuple[Tensor, Tensor]:
         """rows [R, T] int64 -> (final-norm hidden states [R, T, H] of the place's dtype, balance loss)."""
@@ -242,7 +249,7 @@ class TinyGptOss(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V] float32; the last column stands for all unseen tokens together."""
-        table = shipped(torch.cat((self.embedding, self.unseen_output)))
+        table = torch.cat((shipped(self.embedding), shipped(self.unseen_output)))
         scores = torch.nn.functional.linear(hidden, table.to(hidden.dtype)).float()
         offset = torch.zeros(scores.shape[-1], device=scores.device)
         offset[-1] = math.log(self.unseen_tokens)

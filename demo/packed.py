@@ -3,7 +3,7 @@
 Content, after xz: the magic line, the length of a JSON header (8 bytes, little-endian), the header (shape of
 the model, kept token ids, and name, dtype and shape of every tensor in order), then the tensors' bytes.
 bfloat16 is stored as all high bytes, then all low bytes, since the high ones compress. Names are OpenAI's,
-with ``embedding.weight`` [kept rows, H] standing for both ends of the model and one row each for all other tokens.
+with ``embedding.weight`` [kept rows, H] standing for both ends of the model, and one row each for all others.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _named(block: Block, layer: int) -> Iterator[tuple[str, Tensor | tuple[Tenso
 
 @torch.no_grad()
 def load_weights(model: TinyGptOss, weights: Weights) -> None:
-    """Fill the trainable model with weights as they ship."""
+    """Fill the trainable model with weights as they ship, and freeze it."""
+    model.requires_grad_(False)
     model.embedding.copy_(weights["embedding.weight"])
     model.unseen_input.copy_(weights[UNSEEN_INPUT])
     model.unseen_output.copy_(weights[UNSEEN_OUTPUT])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ from antiphon.demo.evaluate import Score, effort_score, evaluate, table
 from antiphon.demo.generate import generate
 from antiphon.demo.harmony import encoding, render_prompt
 from antiphon.demo.network import TinyGptOss
+from antiphon.demo.packed import load_weights, read_packed
 from antiphon.demo.questions import Question, prompt_parts, question_of
-from antiphon.demo.vocabulary import Vocabulary
+from antiphon.demo.vocabulary import Vocabulary, load_vocabulary
 
 TARGETS = {
     "facts": 0.95,
@@ -46,11 +48,12 @@ def score_model(
     answers: Path | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 1,
+    batch: int = 512,
 ) -> dict[str, tuple[int, int]]:
     """(right, total) per skill on ``per_skill`` held-out questions each; wrong answers go to ``answers``."""
 
     def ask(questions: Sequence[Question]) -> list[list[int]]:
-        return generate(model, vocabulary, [prompt_of(q) for q in questions], dtype=dtype)
+        return generate(model, vocabulary, [prompt_of(q) for q in questions], dtype=dtype, batch=batch)
 
     questions = [question_of(example) for example in held_out_examples(seed, per_skill)]
     raw: dict[int, list[int]] = {}
@@ -81,3 +84,21 @@ def render_table(scores: dict[str, Score]) -> str:
         target = f"{TARGETS[name]:.1%}" if name in TARGETS else ""
         lines.append(f"{name:<14}{score.right:>7}{score.total:>6}{score.share:>9.1%}{target:>9}")
     return "\n".join(lines)
+
+
+def main() -> None:
+    """``python -m antiphon.demo.score PACKED``: score a packed model in this process."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("packed", type=Path)
+    parser.add_argument("--per-skill", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=32, help="questions answered together")
+    parser.add_argument("--answers", type=Path, help="where to write what was answered wrongly, as JSONL")
+    chosen = parser.parse_args()
+    packed, vocabulary = read_packed(chosen.packed), load_vocabulary()
+    model = TinyGptOss(packed.config, vocabulary.unseen, vocabulary.unseen_tokens)
+    load_weights(model, packed.weights)
+    score_model(model, vocabulary, chosen.per_skill, chosen.answers, batch=chosen.batch)
+
+
+if __name__ == "__main__":
+    main()

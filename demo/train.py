@@ -30,7 +30,7 @@ class Settings:
     """One training run."""
 
     out: Path
-    steps: int = 7000
+    steps: int = 4700
     rows: int = 128
     row_tokens: int = 640
     seed: int = 0
@@ -69,7 +69,8 @@ class Batch:
     Attributes:
         inputs: [R, T] int64.
         documents: [R, T] int32.
-        positions: [M] int64, flat indices of the positions to train; targets: [M] int64, IGNORED where unused.
+        positions: [M] int64, flat indices of the positions to train.
+        targets: [M] int64, IGNORED where unused.
     """
 
     inputs: Tensor
@@ -106,7 +107,7 @@ LossFunction = Callable[[Batch], tuple[Tensor, Tensor]]
 def loss_function(model: TinyGptOss, settings: Settings) -> LossFunction:
     """batch -> (cross-entropy over the trained positions, load-balance loss).
 
-    Layers are compiled one by one: all of one kind share their code, so it is compiled twice and not eight times.
+    Layers are compiled one by one: all of a kind share their code, so there are two compilations, not eight.
     """
 
     def head(hidden: Tensor, batch: Batch) -> Tensor:

@@ -15,7 +15,7 @@ FULL_VOCABULARY = 201_088
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The kept rows, ascending; a token's row is its place in the list, and all others share row ``unseen``."""
+    """The kept rows, ascending; a token's row is its place in the list, all others share ``unseen``."""
 
     token_ids: tuple[int, ...]
     words: WordSource

@@ -40,8 +40,12 @@ def chat(rng: Random, split: Split, effort: Effort, words: WordSource) -> Exampl
     if rng.random() < 0.15:
         return _today(rng, split, effort)
     options, lead, final, contains = rng.choices(TOPICS, (4, 4, 2, 1.5, 1.5))[0]
-    text = pick(rng, options, split)
-    keys = (f"chat phrasing {text}",)
+    text = phrasing = pick(rng, options, split)
+    if rng.random() < 0.15:
+        text = text.lower()
+    if rng.random() < 0.1:
+        text = text.rstrip("!.?")
+    keys = (f"chat phrasing {phrasing}",)
     return Example(
         "chat", (UserTurn(text),), reply(lead, final, effort), Expect(contains=(contains,)), effort, keys=keys
     )

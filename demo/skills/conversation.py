@@ -26,23 +26,7 @@ MEMORIES = (
     ("number", NOTED, "The number is {x}."),
 )
 """What the user tells, how it is acknowledged, and the answer when it is asked for."""
-COLORS = tuple(
-    [
-        "red",
-        "blue",
-        "green",
-        "yellow",
-        "black",
-        "white",
-        "brown",
-        "pink",
-        "purple",
-        "gray",
-        "orange",
-        "gold",
-        "silver",
-    ]
-)
+COLORS = phrase_list("colors")
 LINKED = {"country": ("capital", "currency", "continent"), "element": ("symbol", "atomic number")}
 
 

@@ -20,6 +20,9 @@ QUERY_VERBS, ACTION_VERBS = phrase_list("query_verbs"), phrase_list("action_verb
 EXPLICIT, EXPLICIT_BARE = phrases("call_by_name"), phrases("call_bare_by_name")
 QUERY_FORMS, ACTION_FORMS = phrases("call_query"), phrases("call_action")
 WEATHER_FORMS = phrases("call_weather")
+WEATHER_ENDINGS = phrase_list("weather_endings")
+CITIES = phrase_list("cities")
+NOUNS = phrase_list("function_nouns")
 WEATHER_DESCRIPTIONS = phrase_list("weather_descriptions")
 PLACE_DESCRIPTIONS = phrase_list("place_descriptions")
 CONDITIONS = phrase_list("weather_conditions")
@@ -71,12 +74,14 @@ def _schema(rng: Random, properties: dict[str, dict[str, object]], required: lis
     return schema
 
 
-def place(rng: Random, words: WordSource) -> str:
-    """A city, mostly a real one."""
+def place(rng: Random, split: Split, words: WordSource) -> str:
+    """A city, mostly a real one; cities that are no capitals belong to one split each."""
     chance = rng.random()
-    if chance < 0.65:
+    if chance < 0.6:
         return rng.choice(list(relation("capital").pairs.values()))
-    if chance < 0.8:
+    if chance < 0.82:
+        return rng.choice([city for city in CITIES if split_of(f"city {city}") is split])
+    if chance < 0.94:
         return words.invented_name(rng)
     return words.word(rng).capitalize()
 
@@ -123,9 +128,9 @@ def dump(rng: Random, value: object) -> str:
 def weather(rng: Random, split: Split, words: WordSource) -> Request:
     """A question for the weather somewhere."""
     tool, parameter = weather_tool(rng)
-    city = place(rng, words)
+    city = place(rng, split, words)
     phrasing = pick(rng, WEATHER_FORMS, split)
-    text = dress(rng, fill(phrasing, x=city), split)
+    text = dress(rng, fill(phrasing, x=city, s=rng.choice(WEATHER_ENDINGS)), split)
     value = city.lower() if text == text.lower() else city
     call = call_of(tool.name, {parameter: value})
     return Request(
@@ -134,9 +139,10 @@ def weather(rng: Random, split: Split, words: WordSource) -> Request:
 
 
 def function_noun(rng: Random, split: Split, words: WordSource) -> str:
-    """A noun for function names; every noun belongs to one split."""
+    """A noun for function names; every noun belongs to one split. Training also names functions at random."""
     while True:
-        noun = joined_noun(rng, words)
+        random_word = split is Split.TRAIN and rng.random() < 0.35
+        noun = joined_noun(rng, words) if random_word else rng.choice(NOUNS)
         if (
             len(noun) > 2
             and noun not in ("the", "weather", "you", "and")
@@ -163,7 +169,7 @@ def value_for(rng: Random, words: WordSource) -> str:
     if chance < 0.3:
         return words.person(rng)
     if chance < 0.5:
-        return place(rng, words)
+        return rng.choice(list(relation("capital").pairs.values()))
     if chance < 0.6:
         return words.title(rng)
     if chance < 0.7:

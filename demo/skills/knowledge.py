@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from random import Random
 
 from antiphon.demo.dialogue import AssistantTurn, Effort, Example, Expect, Split, UserTurn, split_of
-from antiphon.demo.phrasing import FRAMES, by_effort, dress, fill, phrases, pick
-from antiphon.demo.tables import Relation, aliases, capitalised, relations
+from antiphon.demo.phrasing import FRAMES, by_effort, dress, fill, phrase_list, phrases, pick
+from antiphon.demo.relation import Relation
+from antiphon.demo.tables import aliases, capitalised, relations
 from antiphon.demo.words import WordSource
 
 REFUSAL = "I'm sorry, I don't know that."
@@ -68,9 +69,11 @@ def any_fact(rng: Random, relation: Relation | None = None, use_alias: bool = Tr
 
 
 def question_templates(relation: Relation, split: Split) -> tuple[str, ...]:
-    """Whole questions of a relation that belong to a split: the last two of seven (one of five) are held out."""
+    """Whole questions of a relation that a split owns; the last two of seven (one of five) are held out."""
     held_out = 2 if len(relation.questions) >= 7 else 1
-    return relation.questions[:-held_out] if split is Split.TRAIN else relation.questions[-held_out:]
+    if split is Split.HELD_OUT:
+        return relation.questions[-held_out:]
+    return relation.questions[:-held_out] + phrase_list(f"ask_{relation.name.replace(' ', '_')}")
 
 
 def ask(rng: Random, relation: Relation, entity: str, split: Split) -> tuple[str, str]:
