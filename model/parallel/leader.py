@@ -31,7 +31,7 @@ class LeaderModel:
         model: rank 0's part.
         group: the ranks.
         heartbeat_s: between signs of life; a quarter of the group's timeout when absent.
-        on_lost: called at most once, on the thread that noticed, when a rank was lost or a step failed on rank 0.
+        on_lost: called at most once, on the thread that noticed, when a rank is lost or a call fails here.
     """
 
     def __init__(
@@ -138,6 +138,8 @@ class LeaderModel:
     @contextmanager
     def _command(self) -> Iterator[None]:
         """One command, from its header to the end of its work on this rank."""
+        if self._model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a CUDA graph of a step over several ranks must be captured by all of them")
         with self._turn:
             if self._failure is not None:
                 raise RankLostError(f"the ranks were stopped before: {self._failure}") from self._failure

@@ -11,6 +11,7 @@ an operation exceeds the timeout. Either way the operation raises, and so does e
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -34,6 +35,7 @@ class _Collectives(Protocol):
     def allreduce(self, tensors: list[Tensor]) -> dist.Work: ...
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work: ...
     def broadcast(self, tensor: Tensor, root: int) -> dist.Work: ...
+    def abort(self) -> None: ...
 
 
 def open_store(rank: int, size: int, *, host: str = LOOPBACK, port: int = 0, timeout_s: float = 60.0) -> Any:
@@ -45,11 +47,23 @@ def open_store(rank: int, size: int, *, host: str = LOOPBACK, port: int = 0, tim
     Raises:
         RankLostError: nobody listens there within the timeout, or the port is taken.
     """
+    listener: int | None = None
     try:
-        limit = timedelta(seconds=timeout_s)
-        # torch exports the class and forgets to say so in its types.
-        return dist.TCPStore(host, port, size, rank == 0, limit, wait_for_workers=False)  # type: ignore[attr-defined]
-    except RuntimeError as error:
+        if rank == 0:
+            # Left to itself the store would listen on every interface, and it asks nobody who they are.
+            with socket.create_server((host, port)) as server:
+                port = server.getsockname()[1]
+                listener = server.detach()
+        return dist.TCPStore(  # type: ignore[attr-defined]  # torch forgets to export it in its types
+            host,
+            port,
+            size,
+            rank == 0,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+    except (RuntimeError, OSError) as error:
         raise RankLostError(
             f"rank {rank} of {size}: no meeting place at {host}:{port}: {_reason(error)}"
         ) from error
@@ -202,7 +216,9 @@ class GroupCommunicator:
     def close(self) -> None:
         """Drop the connections."""
         self._lost = self._lost or "this rank has left"
-        self._collectives = None
+        if self._collectives is not None:
+            self._collectives.abort()  # NCCL: ends kernels that wait for others; gloo closes when it is freed
+            self._collectives = None
 
     def _live(self) -> _Collectives:
         if self._lost is not None or self._collectives is None:
@@ -231,7 +247,9 @@ def _nccl(store: Store, rank: int, size: int, device: torch.device, timeout_s: f
     options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)
     group = nccl(PrefixStore("nccl", store), rank, size, options)
-    group.eager_connect_single_device(device)
+    with torch.cuda.device(device):  # connect now, not within the first step
+        group.allreduce([torch.zeros(1, device=device)]).wait()
+        torch.cuda.synchronize(device)
     return group
 
 

@@ -138,8 +138,10 @@ def write_mini(tmp_path: Path) -> Write:
     return write
 
 
-def run_in_ranks(size: int, work: Callable[[RankGroup], Any], timeout_s: float = 30.0) -> list[Any]:
-    """What ``work`` returns on each rank; the ranks are threads joined by gloo over the loopback device.
+def run_in_ranks(
+    size: int, work: Callable[[RankGroup], Any], timeout_s: float = 30.0, cuda: bool = False
+) -> list[Any]:
+    """What ``work`` returns on each rank; the ranks are threads, joined over loopback or, on GPUs, NCCL.
 
     When one raises, the others' collectives fail; the error of the one that was first is raised here.
     """
@@ -147,7 +149,8 @@ def run_in_ranks(size: int, work: Callable[[RankGroup], Any], timeout_s: float =
     groups: list[RankGroup] = []
 
     def rank_main(rank: int) -> Any:
-        group = RankGroup.join(store, rank, size, timeout_s=timeout_s)
+        device = f"cuda:{rank}" if cuda else "cpu"
+        group = RankGroup.join(store, rank, size, device=device, timeout_s=timeout_s)
         groups.append(group)
         return work(group)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from antiphon.kernels.reference import PagedSequences
@@ -21,7 +24,7 @@ from antiphon.model.parallel.batch_wire import BatchSizes, pack, unpack
 from antiphon.model.parallel.follower import FollowerLoop
 from antiphon.model.parallel.layout import ParallelLayout
 from antiphon.model.parallel.leader import LeaderModel
-from antiphon.model.parallel.rank_group import RankGroup
+from antiphon.model.parallel.rank_group import RankGroup, open_store
 from antiphon.model.parallel.sharding import shard_parameters
 from antiphon.model.parallel.transformer import ParallelTransformer
 from antiphon.model.transformer import Transformer
@@ -307,7 +310,40 @@ def test_a_message_that_nobody_takes_is_an_error(
 
 
 def test_a_rank_that_does_not_appear_is_named_as_such() -> None:
-    import torch.distributed as dist
-
     with pytest.raises(RankLostError, match=r"rank 0 of 2: the ranks did not all join within 1 s"):
         RankGroup.join(dist.HashStore(), 0, 2, join_timeout_s=1.0)
+
+
+def test_the_meeting_place_is_open_to_this_host_only() -> None:
+    store = open_store(0, 2)
+    connections = psutil.Process().net_connections("tcp")
+    listening = {
+        c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == store.port
+    }
+    assert listening == {"127.0.0.1"}
+    other = open_store(1, 2, port=store.port, timeout_s=5.0)
+    store.set("word", "said")
+    assert other.get("word") == b"said"
+
+
+def test_a_meeting_place_that_is_taken_or_not_there_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            RankLostError, match=rf"rank 0 of 2: no meeting place at 127\.0\.0\.1:{port}: .*in use"
+        ):
+            open_store(0, 2, port=port)
+    with pytest.raises(RankLostError, match=rf"rank 1 of 2: no meeting place at 127\.0\.0\.1:{port}"):
+        open_store(1, 2, port=port, timeout_s=1.0)
+
+
+def test_rank_0_alone_does_not_capture_a_graph(small: GptOssConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would compute at once what rank 0 only records."""
+    group = RankGroup.single()
+    model = build(small, group)
+    leader = LeaderModel(model, group)
+    leader.start()
+    model.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="captured by all"):
+        leader.logits(torch.zeros(1, small.hidden_size))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from antiphon.kernels import reference as ops
 from antiphon.model.checkpoint.load import fill
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.config import GptOssConfig
 from antiphon.model.parallel.communicator import SingleRank
 from antiphon.model.parallel.layout import ParallelLayout
+from antiphon.model.parallel.load import load_parallel_model
 from antiphon.model.parallel.rank_group import RankGroup
 from antiphon.model.parallel.sharding import shard_parameters
 from antiphon.model.parallel.transformer import ParallelTransformer
@@ -77,6 +80,44 @@ def test_logits_equal_one_rank(
         # Ranks route for themselves, so they may not differ even in the last place.
         assert torch.equal(hidden, results[0][0])
         assert torch.equal(logits, results[0][1])
+
+
+@layouts
+def test_logits_from_files_with_the_real_vocabulary_equal_one_rank(
+    ranks: int,
+    experts: bool,
+    tiny_directory: Path,
+    tiny_model: Transformer,
+    in_ranks: Ranks,
+    forward: Forward,
+) -> None:
+    """Each rank reads its own slices; a prompt beyond the window of 128."""
+    token_ids = prompt(tiny_model.config, 150)
+    expected = tiny_model.logits(forward(tiny_model, token_ids)[-4:])
+
+    def work(group: RankGroup) -> Tensor:
+        layout = ParallelLayout(ranks, experts, group.rank)
+        model = load_parallel_model(tiny_directory, layout, group.communicator, torch.float32)
+        return model.logits(forward(model, token_ids, chunk=64)[-4:])
+
+    for logits in in_ranks(ranks, work):
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
+
+
+def test_experts_held_in_two_places_add_up_to_all(single: Transformer) -> None:
+    """The op itself: choices of experts that are elsewhere add nothing, whatever their number."""
+    block = next(iter(single.block)).mlp
+    x = torch.randn(40, single.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    ids, weights = block.route(x)
+    matrices = (block.mlp1_weight, block.mlp1_bias, block.mlp2_weight, block.mlp2_bias)
+    whole = ops.moe(x, ids, weights, *matrices)
+    for cut in (1, 3, 7):
+        parts = [
+            ops.moe(x, ids, weights, *(m[begin:end] for m in matrices), first_expert=begin)
+            for begin, end in ((0, cut), (cut, 8))
+        ]
+        torch.testing.assert_close(parts[0] + parts[1], whole, atol=1e-5, rtol=0)
+        assert float(parts[0].abs().max()) > 0.01
 
 
 @layouts
