@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from antiphon import __version__
+from antiphon.cluster.cli_bench import bench_app
 from antiphon.protocol.errors import AntiphonError
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 checkpoint_app = typer.Typer(help="Look at and make checkpoints.", no_args_is_help=True)
 config_app = typer.Typer(help="Check and show deployment files.", no_args_is_help=True)
 harmony_app = typer.Typer(help="Render and parse the Harmony format.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
 app.add_typer(harmony_app, name="harmony")

@@ -1,0 +1,110 @@
+"""``antiphon bench``: load on a server, the sweep over layouts, and the page of results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from antiphon.protocol.errors import ConfigError
+
+bench_app = typer.Typer(help="Measure a server or the GPUs of this machine.", no_args_is_help=True)
+
+PRICE = 3.0
+"""US dollars an hour of one GPU, where nothing else is said."""
+
+
+@bench_app.command("serve")
+def serve(
+    url: Annotated[
+        str, typer.Option(envvar="ANTIPHON_URL", help="Any OpenAI-compatible server.")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="The first served one when absent.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="ANTIPHON_API_KEY", help="Sent as a bearer.")] = None,
+    endpoint: Annotated[
+        str,
+        typer.Option(help="completions (token-id prompts), chat, or auto: completions where they are taken."),
+    ] = "auto",
+    rate: Annotated[float, typer.Option(help="Mean sessions per second of the open loop.")] = 1.0,
+    arrivals: Annotated[
+        str, typer.Option(help="constant, poisson, gamma:cv=2 or mmpp:factor=4,share=0.1,burst=5.")
+    ] = "poisson",
+    users: Annotated[int | None, typer.Option(help="Closed loop with so many users instead.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="JSONL trace to replay instead.")] = None,
+    time_scale: Annotated[float, typer.Option(help="Trace times are multiplied by this.")] = 1.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="Sessions in all.")] = None,
+    duration: Annotated[str | None, typer.Option(help="Length of the run, such as 60s.")] = None,
+    warmup: Annotated[str | None, typer.Option(help="Part left out of the figures, such as 10s.")] = None,
+    input_tokens: Annotated[
+        str, typer.Option(help="1000, uniform:low=..,high=.., lognormal:mean=..,sigma=.. or file:PATH.")
+    ] = "1000",
+    output_tokens: Annotated[str, typer.Option(help="The same for answers.")] = "200",
+    shared_prefix_tokens: Annotated[int, typer.Option(help="Beginning that prompts of a group share.")] = 0,
+    prefix_groups: Annotated[int, typer.Option(help="Groups with a shared beginning.")] = 1,
+    turns: Annotated[int, typer.Option(help="Requests of one session.")] = 1,
+    turn_tokens: Annotated[str | None, typer.Option(help="What each later turn adds.")] = None,
+    think: Annotated[str | None, typer.Option(help="Pause before a later turn, such as 2s.")] = None,
+    force_length: Annotated[
+        bool, typer.Option(help="Send ignore_eos and min_tokens; turn off for servers that refuse them.")
+    ] = True,
+    extra: Annotated[str | None, typer.Option(help="JSON object of more fields for every request.")] = None,
+    slo: Annotated[
+        str | None, typer.Option(help="Objectives for goodput: ttft=1s,itl=20ms,tpot=..,e2e=..")
+    ] = None,
+    max_in_flight: Annotated[
+        int, typer.Option(help="Requests open at one time; waiting counts as latency.")
+    ] = 4096,
+    request_timeout: Annotated[str, typer.Option(help="Longest request.")] = "600s",
+    drain: Annotated[str, typer.Option(help="Longest wait for answers after the last request.")] = "120s",
+    seed: Annotated[int, typer.Option(help="The same seed gives the same load.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="JSON report.")] = None,
+    html: Annotated[Path | None, typer.Option(help="HTML report with plots.")] = None,
+) -> None:
+    """Put load on a server and report latency percentiles, rates and goodput."""
+    from antiphon.benchmarks.serve.command import Options, run_command
+    from antiphon.benchmarks.serve.slo import parse_duration_s
+
+    run_command(
+        Options(
+            url=url,
+            model=model,
+            api_key=api_key,
+            endpoint=endpoint,
+            rate_per_s=rate,
+            arrivals=arrivals,
+            users=users,
+            trace=trace,
+            time_scale=time_scale,
+            requests=requests if requests or duration or trace else 100,
+            duration_s=None if duration is None else parse_duration_s(duration, "duration"),
+            warmup_s=0.0 if warmup is None else parse_duration_s(warmup, "warmup"),
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            shared_prefix_tokens=shared_prefix_tokens,
+            prefix_groups=prefix_groups,
+            turns=turns,
+            turn_tokens=turn_tokens,
+            think_s=0.0 if think is None else parse_duration_s(think, "think"),
+            force_length=force_length,
+            extra=None if extra is None else _json_object(extra),
+            max_in_flight=max_in_flight,
+            request_timeout_s=parse_duration_s(request_timeout, "request-timeout"),
+            drain_s=parse_duration_s(drain, "drain"),
+            seed=seed,
+            slo=slo,
+            output=output,
+            html=html,
+        )
+    )
+
+
+def _json_object(text: str) -> dict[str, object]:
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"extra {text!r}: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"extra {text!r}: not a JSON object")
+    return document

@@ -1,0 +1,167 @@
+"""The load generator against a server whose latencies are known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from antiphon.benchmarks.serve.arrivals import WorkloadError
+from antiphon.benchmarks.serve.client import ServerUnusable
+from antiphon.benchmarks.serve.command import Options, measure
+from antiphon.benchmarks.serve.html import render_html
+
+Script = Callable[..., Awaitable[Any]]
+SLACK_S = 0.06
+"""What a busy machine may add to a sleep; the scripted delays are larger where it matters."""
+
+
+def options(url: str, **changes: object) -> Options:
+    few = Options(
+        url, rate_per_s=40.0, arrivals="constant", requests=12, input_tokens="32", output_tokens="6"
+    )
+    return replace(few, **changes)  # type: ignore[arg-type]
+
+
+async def test_latencies_are_those_of_the_script(script: Script) -> None:
+    server = await script(first_s=0.1, gap_s=0.03)
+    _, document = await measure(options(server.url))
+    latency, requests = document["latency_s"], document["requests"]
+    assert requests["answered"] == requests["measured"] == 12
+    assert requests["input_length_differs"] == requests["output_length_differs"] == 0
+    assert latency["itl"]["count"] == 12 * 5
+    assert 0.1 <= latency["ttft"]["p50"] <= 0.1 + SLACK_S
+    assert latency["tpot"]["p50"] == pytest.approx(0.03, abs=0.01)
+    assert 0.25 <= latency["e2e"]["p50"] <= 0.25 + SLACK_S
+    assert latency["e2e"]["p99"] >= latency["e2e"]["p50"]
+
+
+async def test_bodies_ask_for_exact_lengths(script: Script) -> None:
+    server = await script(first_s=0.0, gap_s=0.0)
+    await measure(options(server.url, extra={"temperature": 0}))
+    assert {len(body["prompt"]) for body in server.bodies} == {32}
+    assert all(body["ignore_eos"] and body["min_tokens"] == body["max_tokens"] == 6 for body in server.bodies)
+    assert all(body["temperature"] == 0 for body in server.bodies)
+    assert len({tuple(body["prompt"]) for body in server.bodies}) == 12
+
+
+async def test_chat_prompts_count_the_format(script: Script) -> None:
+    server = await script(first_s=0.0, gap_s=0.0, token_ids=False)
+    _, document = await measure(options(server.url, force_length=False))
+    assert document["asked"]["prompts"] == "chat"
+    assert document["requests"]["input_length_differs"] == 0
+    assert all("ignore_eos" not in body for body in server.bodies)
+
+
+async def test_a_shared_prefix_is_shared_by_groups(script: Script) -> None:
+    server = await script(first_s=0.0, gap_s=0.0)
+    await measure(options(server.url, shared_prefix_tokens=20, prefix_groups=2, requests=20))
+    assert len({tuple(body["prompt"][:20]) for body in server.bodies}) == 2
+    assert len({tuple(body["prompt"][20:]) for body in server.bodies}) == 20
+
+
+async def test_turns_carry_the_conversation(script: Script) -> None:
+    server = await script(first_s=0.0, gap_s=0.0)
+    _, document = await measure(options(server.url, requests=2, turns=3, turn_tokens="5"))
+    assert document["requests"]["answered"] == 6
+    lengths = sorted(len(body["prompt"]) for body in server.bodies)
+    assert lengths == [32, 32, 43, 43, 54, 54]
+    longest = max(server.bodies, key=lambda body: len(body["prompt"]))["prompt"]
+    assert sum(longest[:43] == body["prompt"] for body in server.bodies) == 1
+
+
+async def test_a_stall_shows_in_every_request_that_fell_into_it(script: Script) -> None:
+    """With one request in flight at a time, those that queue behind the stall are slow, not absent."""
+    server = await script(first_s=0.0, gap_s=0.0)
+    server.stall_until_s = asyncio.get_running_loop().time() + 0.8
+    _, document = await measure(options(server.url, requests=20, max_in_flight=1, output_tokens="1"))
+    slow = [line["ttft_s"] for line in document["per_request"] if line["ttft_s"] > 0.1]
+    # 20 requests intended within 0.5 s: a generator that waits before it counts would see one slow request.
+    assert len(slow) == 20
+    assert max(slow) - min(slow) > 0.3
+    assert document["generator_health"]["complaints"]
+
+
+async def test_goodput_counts_what_met_every_objective(script: Script) -> None:
+    server = await script(first_s=0.15, gap_s=0.0)
+    _, loose = await measure(options(server.url, slo="ttft=2s,itl=1s"))
+    assert loose["goodput"]["good"] == 12
+    assert loose["goodput"]["share"] == 1.0
+    assert loose["goodput"]["requests_per_s"] == pytest.approx(12 / loose["window_s"])
+    _, tight = await measure(options(server.url, slo="ttft=100ms"))
+    assert tight["goodput"]["good"] == 0
+
+
+async def test_failures_are_counted_by_reason(script: Script) -> None:
+    server = await script(first_s=0.0, gap_s=0.0, refuse=503)
+    _, document = await measure(options(server.url, requests=3))
+    assert document["requests"]["errors"] == {"HTTP 503: no room": 3}
+    server.refuse, server.drop_after = None, 2
+    _, document = await measure(options(server.url, requests=3))
+    assert document["requests"]["errors"] == {"the stream ended without [DONE]": 3}
+    assert document["latency_s"]["ttft"]["p50"] is None
+
+
+async def test_a_request_beyond_its_time_and_a_run_beyond_its_drain(script: Script) -> None:
+    server = await script(first_s=5.0)
+    _, document = await measure(options(server.url, requests=2, request_timeout_s=0.1))
+    assert document["requests"]["errors"] == {"timeout after 0.1 s": 2}
+    _, document = await measure(options(server.url, requests=2, drain_s=0.1))
+    assert document["requests"]["errors"] == {"still open when the run ended": 2}
+
+
+async def test_warm_up_is_sent_and_left_out(script: Script) -> None:
+    server = await script(first_s=0.0, gap_s=0.0)
+    _, document = await measure(options(server.url, requests=20, warmup_s=0.26))
+    assert len(server.bodies) == 20
+    assert (document["requests"]["warmup"], document["requests"]["measured"]) == (10, 10)
+    assert document["window_s"] == pytest.approx(0.24, abs=1e-6)
+
+
+async def test_a_closed_loop_keeps_to_its_users(script: Script) -> None:
+    server = await script(first_s=0.02, gap_s=0.0)
+    run, document = await measure(options(server.url, users=3))
+    assert run.peak_in_flight == 3
+    assert document["requests"]["answered"] == 12
+
+
+async def test_tokens_that_come_together_count_as_tokens(script: Script) -> None:
+    server = await script(first_s=0.0, gap_s=0.02, tokens_per_event=3)
+    _, document = await measure(options(server.url, output_tokens="9", requests=4))
+    assert document["latency_s"]["itl"]["count"] == 4 * 2
+    assert document["latency_s"]["tpot"]["p50"] == pytest.approx(0.04 / 8, rel=0.5)
+    assert {line["output_tokens"] for line in document["per_request"]} == {9}
+
+
+async def test_server_timing_becomes_stages(script: Script) -> None:
+    server = await script(first_s=0.0, gap_s=0.0)
+    _, document = await measure(options(server.url))
+    stages = document["stages_s"]["server_timing"]
+    assert stages["prefill"]["p50"] == pytest.approx(0.0125)
+    assert stages["queue"]["count"] == 12
+
+
+async def test_reports_hold_everything(script: Script) -> None:
+    server = await script(first_s=0.0, gap_s=0.001)
+    run, document = await measure(options(server.url, api_key="sk-secret", slo="e2e=5s"))
+    page = render_html(run, document)
+    assert page.count("<svg") == 5
+    assert "src=" not in page
+    assert "sk-secret" not in page + json.dumps(document)
+    assert len(document["per_request"]) == 12
+
+
+async def test_servers_that_cannot_be_measured(script: Script) -> None:
+    with pytest.raises(ServerUnusable, match="connect"):
+        await measure(options("http://127.0.0.1:9"))
+    server = await script()
+    with pytest.raises(WorkloadError, match="http://"):
+        await measure(options("localhost:8000"))
+    with pytest.raises(WorkloadError, match="endpoint"):
+        await measure(options(server.url, endpoint="responses"))
+    with pytest.raises(WorkloadError, match="closed loop"):
+        await measure(options(server.url, users=2, requests=None))
