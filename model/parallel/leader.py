@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 class LeaderModel:
     """Implements ``model.forward.LanguageModel``: tells the other ranks what comes, then takes part in it.
 
-    One thread, the engine's, makes the calls. While it makes none, a thread of this object asks every rank
-    for a sign of life, so that a dead or hanging one is noticed without a request, and so that the others can
-    tell a quiet leader from a hanging one. Once a rank is lost every call raises: a worker cannot go on with
-    a part of its model.
+    One thread, the engine's, makes the model's calls. While it makes none, a thread of this object asks every
+    rank for a sign of life, so that a dead or hanging one is noticed without a request, and so that the
+    others can tell a quiet leader from a hanging one. Once a rank is lost every call raises: a worker cannot
+    go on with a part of its model.
 
     Args:
         model: rank 0's part.
@@ -49,6 +49,9 @@ class LeaderModel:
         self._heartbeat_s = group.timeout_s / 4 if heartbeat_s is None else heartbeat_s
         self._on_lost = on_lost
         self._turn = threading.Lock()
+        self._busy: int | None = None
+        """The thread whose command is under way; it holds ``_turn``."""
+        self._deferred: list[bytes] = []
         self._failure: BaseException | None = None
         self._stopping = threading.Event()
         self._heartbeat: threading.Thread | None = None
@@ -98,20 +101,30 @@ class LeaderModel:
             return self._model.greedy(self._announce(Command.GREEDY, hidden))
 
     def top_k(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """[M, H] -> the k best logits [M, k] and ids [M, k]; raises as ``logits`` does."""
+        """[M, H] -> the k best logits [M, k] and ids [M, k]; raises as ``logits`` does.
+
+        Raises:
+            ValueError: k is not within 1 and the vocabulary.
+        """
+        if not 1 <= k <= self.config.vocab_size:
+            raise ValueError(f"k {k} is not within 1 .. {self.config.vocab_size}")
         with self._command():
             return self._model.top_k(self._announce(Command.TOP_K, hidden, k), k)
 
     def publish(self, message: bytes) -> None:
-        """Hand every other rank a message, in order with the steps: before the next one begins there.
+        """Hand every other rank a message, in order with the steps; from any thread.
+
+        It arrives before a step that is asked for later begins there. Given during a step, by a callback of
+        it, it is sent right after that step.
 
         Raises:
             RankLostError: another rank died, hangs, or was lost before.
         """
+        if self._busy == threading.get_ident():
+            self._deferred.append(message)
+            return
         with self._command():
-            self._channel.send(Command.MESSAGE, len(message))
-            if message:
-                self._group.control.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+            self._deferred.append(message)
 
     def close(self) -> None:
         """Let the other ranks' loops end, and leave the group. May be called twice, and from ``on_lost``.
@@ -143,12 +156,23 @@ class LeaderModel:
         with self._turn:
             if self._failure is not None:
                 raise RankLostError(f"the ranks were stopped before: {self._failure}") from self._failure
+            self._busy = threading.get_ident()
             try:
                 yield
+                self._send_deferred()
             except BaseException as error:
                 # The others are in the middle of something that will not be completed: release them.
                 self._fail(error)
                 raise
+            finally:
+                self._busy = None
+
+    def _send_deferred(self) -> None:
+        messages, self._deferred = self._deferred, []
+        for message in messages:
+            self._channel.send(Command.MESSAGE, len(message))
+            if message:
+                self._group.control.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error

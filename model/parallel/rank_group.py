@@ -35,6 +35,7 @@ class _Collectives(Protocol):
     def allreduce(self, tensors: list[Tensor]) -> dist.Work: ...
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work: ...
     def broadcast(self, tensor: Tensor, root: int) -> dist.Work: ...
+    def set_timeout(self, timeout: timedelta) -> None: ...
     def abort(self) -> None: ...
 
 
@@ -80,18 +81,25 @@ class RankGroup:
     """
 
     def __init__(
-        self, rank: int, size: int, timeout_s: float, communicator: Communicator, control: Communicator
+        self,
+        rank: int,
+        size: int,
+        communicator: Communicator,
+        control: Communicator,
+        timeout_s: float,
+        load_timeout_s: float,
     ) -> None:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
+        self._load_timeout_s = load_timeout_s
         self.communicator = communicator
         self.control = control
 
     @staticmethod
     def single() -> RankGroup:
         """A worker of one rank."""
-        return RankGroup(0, 1, float("inf"), SingleRank(), SingleRank())
+        return RankGroup(0, 1, SingleRank(), SingleRank(), float("inf"), float("inf"))
 
     @staticmethod
     def join(
@@ -102,6 +110,7 @@ class RankGroup:
         device: torch.device | str = "cpu",
         timeout_s: float = 30.0,
         join_timeout_s: float = 60.0,
+        load_timeout_s: float = 600.0,
     ) -> RankGroup:
         """Connect to the others; returns when all are there.
 
@@ -110,6 +119,7 @@ class RankGroup:
             device: ``cpu``, or this rank's GPU.
             timeout_s: longest that an operation may take; more than the longest step, compilation included.
             join_timeout_s: longest that the others may take to appear.
+            load_timeout_s: longest that they may take from there to ``agree``, which comes after loading.
 
         Raises:
             RankLostError: they did not appear.
@@ -120,8 +130,8 @@ class RankGroup:
         try:
             store.set_timeout(timedelta(seconds=join_timeout_s))
             gloo = _gloo(store, rank, size, join_timeout_s)
-            gloo.set_timeout(timedelta(seconds=timeout_s))
             control = communicator = GroupCommunicator(gloo, rank, size)
+            control.set_timeout(timeout_s)
             if device.type == "cuda":
                 communicator = GroupCommunicator(_nccl(store, rank, size, device, timeout_s), rank, size)
         except RuntimeError as error:
@@ -129,10 +139,10 @@ class RankGroup:
                 f"rank {rank} of {size}: the ranks did not all join within {join_timeout_s:g} s: "
                 f"{_reason(error)}"
             ) from error
-        return RankGroup(rank, size, timeout_s, communicator, control)
+        return RankGroup(rank, size, communicator, control, timeout_s, load_timeout_s)
 
     def agree(self, facts: Mapping[str, object]) -> None:
-        """Check that all ranks were given the same values; every rank calls this.
+        """Check that all ranks were given the same values; every rank calls this when it has loaded.
 
         Args:
             facts: what must be equal, by name; values that JSON can hold.
@@ -142,7 +152,7 @@ class RankGroup:
             RankLostError: another rank did not answer.
         """
         mine = torch.frombuffer(bytearray(json.dumps(facts, sort_keys=True).encode()), dtype=torch.uint8)
-        sizes = self.control.all_gather(torch.tensor([mine.numel()])).flatten().tolist()
+        sizes = self._after_loading(torch.tensor([mine.numel()])).flatten().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: mine.numel()] = mine
         everyone = self.control.all_gather(padded)
@@ -155,6 +165,16 @@ class RankGroup:
         ]
         if differences:
             raise ConfigError("the ranks of a worker disagree: " + "; ".join(differences))
+
+    def _after_loading(self, x: Tensor) -> Tensor:
+        """An all_gather for which the slowest rank's checkpoint is waited."""
+        if not isinstance(self.control, GroupCommunicator):
+            return self.control.all_gather(x)
+        self.control.set_timeout(self._load_timeout_s)
+        try:
+            return self.control.all_gather(x)
+        finally:
+            self.control.set_timeout(self.timeout_s)
 
     def close(self) -> None:
         """Leave: the others' operations fail from now on, and so do this one's. May be called twice."""
@@ -212,6 +232,11 @@ class GroupCommunicator:
         x = x.contiguous()
         self._wait("broadcast", self._live().broadcast(x, 0))
         return x
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Longest that an operation may take from now on."""
+        if self._collectives is not None:
+            self._collectives.set_timeout(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
         """Drop the connections."""

@@ -141,6 +141,68 @@ def test_the_leader_is_one_model_to_its_caller(
     assert in_ranks(4, work) == [[], *[follower] * 3]
 
 
+def test_a_rank_that_still_loads_is_waited_for(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any
+) -> None:
+    """Loading may take longer than any operation of a step."""
+
+    def work(group: RankGroup) -> bool:
+        model = build(small, group)
+        if group.rank > 0:
+            time.sleep(4.0)
+            FollowerLoop(model, one_sequence(model, 8, PAGE), group).run()
+            return True
+        leader = LeaderModel(model, group)
+        leader.start()
+        leader.close()
+        return True
+
+    assert in_ranks(2, work, timeout_s=2.0) == [True, True]
+
+
+def test_a_message_given_during_a_step_follows_it(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any
+) -> None:
+    """An engine announces written layers from within its step; that must not wait for the step to end."""
+
+    def work(group: RankGroup) -> list[Any]:
+        model = build(small, group)
+        kv = one_sequence(model, 16, PAGE)
+        seen: list[Any] = []
+        if group.rank > 0:
+            FollowerLoop(model, kv, group, after_layer=seen.append, on_message=seen.append).run()
+            return seen
+        leader = LeaderModel(model, group)
+        leader.start()
+        for begin in (0, 8):
+            batch = kv.batch(prompt(small, 8), begin)
+            leader.forward(batch, kv, lambda layer: leader.publish(b"layer %d" % layer))
+        leader.close()
+        return seen
+
+    once = [0, 1, b"layer 0", b"layer 1"]
+    assert in_ranks(2, work) == [[], once * 2]
+
+
+def test_a_bad_choice_is_refused_before_the_others_hear_of_it(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any
+) -> None:
+    def work(group: RankGroup) -> None:
+        model = build(small, group)
+        if group.rank > 0:
+            FollowerLoop(model, one_sequence(model, 8, PAGE), group).run()
+            return
+        leader = LeaderModel(model, group)
+        leader.start()
+        hidden = torch.zeros(1, small.hidden_size)
+        with pytest.raises(ValueError, match=r"k 129 is not within 1 \.\. 128"):
+            leader.top_k(hidden, 129)
+        assert leader.top_k(hidden, 128)[0].shape == (1, 128)
+        leader.close()
+
+    in_ranks(2, work)
+
+
 def test_a_leader_of_one_rank_works_alone(small: GptOssConfig, one_sequence: Any) -> None:
     group = RankGroup.single()
     model = build(small, group)
