@@ -268,7 +268,7 @@ class RayCluster:
                 raise ConfigError(f"ray.address: {address}: {' '.join(str(error).split())}") from error
             return
         # Ray reads its environment when it is imported, so the token must be there before.
-        self._set_environment({**PRIVATE_RAY, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _ray_token()})
+        self._set_environment({**PRIVATE_RAY, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ray_token()})
         import ray
 
         _remove_abandoned_folders()
@@ -315,7 +315,7 @@ def bundle_of(spec: ProcessSpec, *, role_resources: bool) -> dict[str, float]:
 
 
 @functools.cache
-def _ray_token() -> str:
+def ray_token() -> str:
     """This process's token: Ray's core reads the environment once, so a later cluster must ask for it too."""
     return secrets.token_hex(32)
 

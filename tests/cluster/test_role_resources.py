@@ -8,14 +8,12 @@ import pydantic
 import pytest
 
 from antiphon.cluster.process_plan import ProcessSpec, plan_processes
-from antiphon.cluster.ray_cluster import RayCluster, bundle_of
+from antiphon.cluster.ray_cluster import RayCluster, bundle_of, ray_token
 from antiphon.cluster.resolution import ResolvedDeployment
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Role
 from antiphon.router.served_model import ServedModel
-
-TOKEN = "a-token-of-the-operator-" + "0" * 16
 
 
 def config_for(address: str, **ray: object) -> DeploymentConfig:
@@ -43,7 +41,7 @@ def test_a_cluster_of_our_own_has_no_role_resources() -> None:
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A head that runs nothing and one node per role, on this machine; yields the address."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", ray_token())
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
