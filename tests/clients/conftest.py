@@ -1,0 +1,102 @@
+"""A running router for unmodified clients; scripted workers stand in for a model that can use a tool."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.protocol.messages import GenerateRequest
+from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+from antiphon.router.harmony.formatter import HarmonyFormatter
+from antiphon.router.served_model import ServedModel
+from antiphon.router.server import RouterServer
+
+# Read when these libraries are imported: no price list, no traces, from or to anywhere.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+os.environ["OPENAI_AGENTS_DISABLE_TRACING"] = "1"
+os.environ["LANGSMITH_TRACING"] = "false"
+
+MODEL = "gpt-oss-tiny"
+HERE = Path(__file__).parent
+THOUGHT = "The user wants the weather."
+PLAIN = "Hello 👋 there."
+THINK = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
+PLAIN_ANSWER = f"{THINK.format('They greet.')}<|channel|>final<|message|>{PLAIN}<|return|>"
+CALL = (
+    THINK.format(THOUGHT) + "<|channel|>commentary to=functions.get_weather <|constrain|>json"
+    '<|message|>{"city":"Oslo"}<|call|>'
+)
+ANSWER_AFTER_CALL = "<|channel|>final<|message|>It is cold in Oslo.<|return|>"
+
+
+def answer_to(prompt: str) -> str:
+    """What a model would write after this prompt."""
+    if prompt.endswith("json<|message|>"):
+        return '{"city":"Oslo"}<|call|>'  # a forced call: its header stands in the prompt
+    last = prompt.removesuffix("<|start|>assistant").rsplit("<|start|>", 1)[-1]
+    if last.startswith("functions.get_weather to=assistant"):
+        return ANSWER_AFTER_CALL
+    return CALL if "type get_weather" in prompt else PLAIN_ANSWER
+
+
+class RunningRouter:
+    """A router on a thread of its own, as clients may be synchronous. ``prompts`` are what it was asked."""
+
+    def __init__(self) -> None:
+        self.formatter = HarmonyFormatter(current_date=lambda: "2025-06-28")
+        self.prompts: list[str] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="router")
+        self._thread.start()
+        self._server = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(60)
+        self.url = f"{self._server.url}/v1"
+
+    def stop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._server.stop(drain=False), self._loop).result(60)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(60)
+        self._loop.close()
+
+    async def _start(self) -> RouterServer:
+        config = DeploymentConfig.model_validate({"model": {"path": MODEL}, "router": {"port": 0}})
+        model = ServedModel(MODEL, max_context_tokens=4096, created=1_700_000_000, fingerprint="fp_test")
+        server = RouterServer(config, model, self.formatter, ScriptedGateway(self._script))
+        await server.start()
+        return server
+
+    def _script(self, request: GenerateRequest) -> list[int]:
+        prompt = self.formatter.vocabulary.decode(request.prompt_token_ids)
+        self.prompts.append(prompt)
+        return self.formatter.vocabulary.encode_marked(answer_to(prompt))
+
+
+@pytest.fixture(scope="session")
+def running_router() -> Iterator[RunningRouter]:
+    router = RunningRouter()
+    yield router
+    router.stop()
+
+
+@pytest.fixture
+def router(running_router: RunningRouter) -> RunningRouter:
+    running_router.prompts.clear()
+    return running_router
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What these libraries warn of is between them and what they depend on."""
+    for item in items:
+        if HERE in item.path.parents:
+            for category in (
+                "DeprecationWarning",
+                "PendingDeprecationWarning",
+                "ResourceWarning",
+                "UserWarning",
+            ):
+                item.add_marker(pytest.mark.filterwarnings(f"ignore::{category}"))
