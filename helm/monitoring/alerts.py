@@ -1,6 +1,6 @@
 """The alert rules: what is watched, when it wakes somebody, what causes it, and which page says what to do.
 
-Objectives are placeholders (``@TTFT_SECONDS@``, ``@ITL_SECONDS@``) that the chart fills in from its values, and
+Objectives are placeholders (``@TTFT_SECONDS@``, ``@ITL_SECONDS@``) that the chart fills in from its values;
 so is ``@RUNBOOKS@``, the place of docs/operations/. Every alert is a heading of runbook.md there.
 """
 
