@@ -81,7 +81,6 @@ class EngineLoop:
             kv_heads=kv_heads,
         )
         self.executor = executor(model, self.kv_cache, settings)
-        self._step = self._overlapped_step if settings.overlap else self._plain_step
         self._in_flight: InFlight | None = None
         self._inbox = intake.Inbox(settings.max_queued_requests)
         self._ledger = Ledger(settings, self._inbox)
@@ -102,7 +101,7 @@ class EngineLoop:
         Raises:
             AccountingError: the engine came to rest and its pages do not balance.
         """
-        return self._step()
+        return self._overlapped_step() if self.settings.overlap else self._plain_step()
 
     def _plain_step(self) -> list[EngineEvent]:
         self._intake()

@@ -1,0 +1,329 @@
+"""Decode steps and prompts through the real engine loop and the serving sampler, on synthesized weights.
+
+Decode: every sequence has random keys and values of its own in pages of its own, as if a peer had written
+them, and random tokens from then on; the time of a step is the time between two commits. Prefill: prompt in
+to first token out, as the two halves of a deployment do it: the prompt but its last token, and a decode step.
+
+Run: ``python -m antiphon.benchmarks.engine --model gpt-oss-20b --batches 1,8,32,128 --prefill 1024,8192``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from antiphon.benchmarks.expert_spread import expert_spread, recorded_routing
+from antiphon.benchmarks.floors import FP8_BITS, MXFP4_BITS, decode_floor_ms, prefill_floor_ms
+from antiphon.benchmarks.records import (
+    BENCH_DECODE,
+    BENCH_PREFILL,
+    RESULTS,
+    Layout,
+    Record,
+    append_records,
+    checkout_commit,
+    now,
+)
+from antiphon.engine.events import (
+    EngineEvent,
+    PagesReserved,
+    PrefillComputed,
+    SequenceFinished,
+    TokensSampled,
+)
+from antiphon.engine.loop import EngineLoop
+from antiphon.engine.requests import EngineRequest, RequestKind
+from antiphon.engine.settings import EngineSettings
+from antiphon.model.checkpoint.load import fill
+from antiphon.model.checkpoint.synthesize import synthesize_parameters
+from antiphon.model.config import preset
+from antiphon.model.cuda_transformer import CudaTransformer
+from antiphon.model.forward import LanguageModel
+from antiphon.model.transformer import Transformer
+from antiphon.protocol.errors import AntiphonError
+from antiphon.protocol.messages import SamplingParams
+
+_Event = TypeVar("_Event", bound=EngineEvent)
+PAGE = 64
+WARMUP_STEPS = 16
+SPREAD_STEPS = 4
+SPREAD_TOLERANCE = 0.05
+TEXT_TOKENS = 199_998
+"""Ids below this are text."""
+
+
+class BenchmarkError(AntiphonError):
+    """The engine did not do what was to be timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A model on a device, ready to be timed."""
+
+    name: str
+    model: LanguageModel
+    device: torch.device
+    kv_dtype: torch.dtype
+    expert_bits: float
+
+    def settings(
+        self, *, sequences: int, tokens: int, chunk: int = PAGE, graphs: bool, prefix_cache: bool = False
+    ) -> EngineSettings:
+        """An engine for so many sequences of so many tokens each."""
+        pages = -(-tokens // PAGE) + 2
+        window = -(-(self.model.config.sliding_window + max(chunk, PAGE)) // PAGE) + 2
+        return EngineSettings(
+            page_size_tokens=PAGE,
+            full_pages=sequences * pages,
+            sliding_pages=sequences * min(pages, window) + window,
+            window_tokens=self.model.config.sliding_window,
+            max_context_tokens=self.model.config.max_context_tokens,
+            vocab_size=self.model.config.vocab_size,
+            prefix_cache=prefix_cache,
+            chunk_tokens=chunk,
+            max_batch_size=sequences,
+            max_reservations_waiting=sequences,
+            headroom_tokens=PAGE,
+            overlap=True,
+            decode_graphs=graphs,
+        )
+
+    def engine(self, settings: EngineSettings) -> EngineLoop:
+        """An engine whose whole cache holds random keys and values."""
+        loop = EngineLoop(self.model, settings, device=self.device, kv_dtype=self.kv_dtype)
+        for group in ("full", "sliding"):
+            memory = loop.kv_cache.memory(group)
+            for first in range(0, memory.shape[0], 256):
+                memory[first : first + 256].normal_()
+        return loop
+
+    def prompt(self, tokens: int, seed: int) -> tuple[int, ...]:
+        """Random text."""
+        most = min(TEXT_TOKENS, self.model.config.vocab_size)
+        return tuple(random.Random(seed).choices(range(most), k=tokens))
+
+
+def make_bench(name: str, device: torch.device) -> Bench:
+    """A synthesized model: the fast one on a GPU, the plain one in float32 on a CPU."""
+    config = preset(name)
+    parameters = synthesize_parameters(config, 0, device)
+    if device.type == "cuda":
+        return Bench(name, CudaTransformer(config, parameters, device), device, torch.bfloat16, MXFP4_BITS)
+    model = Transformer(config, torch.float32, device)
+    fill(model, parameters)
+    return Bench(name, model, device, torch.float32, MXFP4_BITS)
+
+
+def sampling(max_tokens: int, seed: int) -> SamplingParams:
+    """What the model's authors recommend: temperature 1, nothing cut."""
+    return SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
+
+
+# ----------------------------------------------------------------------------------------------------- decode
+
+
+def decoding_engine(bench: Bench, batch: int, context: int, steps: int, *, graphs: bool) -> EngineLoop:
+    """An engine in which ``batch`` sequences of ``context`` tokens decode, all of them in every step."""
+    settings = bench.settings(sequences=batch, tokens=context + steps + PAGE, graphs=graphs)
+    loop = bench.engine(settings)
+    for number in range(batch):
+        prompt = bench.prompt(context + 1, number)
+        params = sampling(steps + PAGE, number)
+        loop.submit(EngineRequest(f"s{number}", 1, RequestKind.REMOTE_KV, prompt, sampling=params))
+    for _ in range(2 * batch + 2):
+        for event in loop.step():
+            if isinstance(event, PagesReserved) and event.kv_tokens > event.cached_tokens:
+                loop.kv_ready(event.request_id, event.attempt)
+        if loop.snapshot().running == batch and loop.snapshot().generated_tokens:
+            return loop
+    raise BenchmarkError(f"{loop.snapshot().running} of {batch} sequences run")
+
+
+def timed_steps(loop: EngineLoop, batch: int, steps: int) -> list[float]:
+    """Seconds of each step; every one must have brought one good token for every sequence."""
+    times, seen = [], set()
+    before = time.perf_counter()
+    for _ in range(steps):
+        events = loop.step()
+        after = time.perf_counter()
+        times.append(after - before)
+        before = after
+        ended = [event for event in events if isinstance(event, SequenceFinished)]
+        if ended:
+            raise BenchmarkError(f"{ended[0].request_id} ended: {ended[0].reason} {ended[0].error}")
+        tokens = [token for event in events if isinstance(event, TokensSampled) for token in event.token_ids]
+        if len(tokens) != batch:
+            raise BenchmarkError(f"a step brought {len(tokens)} tokens for {batch} sequences")
+        seen.update(tokens)
+    if len(seen) < min(steps * batch, 100) // 2:
+        raise BenchmarkError(f"{steps * batch} tokens, only {len(seen)} different ones")
+    return times
+
+
+def decode_spread(bench: Bench, batch: int, context: int) -> float:
+    """``expert_spread`` of a few steps of the same kind, computed eagerly."""
+    loop = decoding_engine(bench, batch, context, SPREAD_STEPS, graphs=False)
+    with recorded_routing() as seen:
+        timed_steps(loop, batch, SPREAD_STEPS)
+    return expert_spread(bench.model.config, seen)
+
+
+def decode_point(bench: Bench, batch: int, context: int, steps: int) -> Record:
+    """Median step at one batch size and context."""
+    spread = decode_spread(bench, batch, context)
+    _free_memory()
+    loop = decoding_engine(bench, batch, context, WARMUP_STEPS + steps, graphs=True)
+    timed_steps(loop, batch, WARMUP_STEPS)
+    times = [seconds * 1e3 for seconds in timed_steps(loop, batch, steps)]
+    extra = {
+        "resident_weights": "mxfp4",
+        "steps": steps,
+        "p10": _quantile(times, 0.1),
+        "p90": _quantile(times, 0.9),
+        "expert_spread": round(spread, 4),
+        "ok": abs(spread - 1) <= SPREAD_TOLERANCE,
+        "road": loop.executor.road,
+    }
+    floor = decode_floor_ms(bench.model.config, batch, context)
+    return _record(bench, BENCH_DECODE, statistics.median(times), floor, extra, batch=batch, context=context)
+
+
+# ---------------------------------------------------------------------------------------------------- prefill
+
+
+def prefill_point(bench: Bench, tokens: int, chunk: int, repeats: int) -> Record:
+    """Median time from a prompt of ``tokens`` to its first token; the first prompt warms up."""
+    chunk = min(chunk, -(-tokens // PAGE) * PAGE)
+    settings = bench.settings(sequences=2, tokens=tokens + PAGE, chunk=chunk, graphs=True, prefix_cache=True)
+    loop = bench.engine(settings)
+    times = []
+    for number in range(repeats + 1):
+        prompt = bench.prompt(tokens, number)
+        begin = time.perf_counter()
+        _first_token(loop, number, prompt)
+        times.append((time.perf_counter() - begin) * 1e3)
+        loop.release(f"p{number}", 1)
+        while loop.has_work():
+            loop.step()
+    extra: dict[str, object] = {"resident_weights": "mxfp4", "chunk_tokens": chunk, "repeats": repeats}
+    floor = min(prefill_floor_ms(bench.model.config, tokens, bits) for bits in (MXFP4_BITS, FP8_BITS))
+    value = statistics.median(times[1:])
+    return _record(bench, BENCH_PREFILL, value, floor, extra, batch=1, input_tokens=tokens)
+
+
+def _first_token(loop: EngineLoop, number: int, prompt: tuple[int, ...]) -> None:
+    """Prefill as a prefill worker does, then the decode step, over the same pages."""
+    loop.submit(EngineRequest(f"p{number}", 1, RequestKind.PREFILL_ONLY, prompt))
+    _step_until(loop, PrefillComputed)
+    params = sampling(1, number)
+    loop.submit(EngineRequest(f"d{number}", 1, RequestKind.REMOTE_KV, prompt, sampling=params))
+    reserved = _step_until(loop, PagesReserved)
+    if reserved.kv_tokens - reserved.cached_tokens >= PAGE:
+        raise BenchmarkError(f"only {reserved.cached_tokens} of {reserved.kv_tokens} positions were found")
+    if reserved.kv_tokens > reserved.cached_tokens:
+        loop.kv_ready(reserved.request_id, reserved.attempt)
+    _step_until(loop, TokensSampled)
+
+
+def _step_until(loop: EngineLoop, kind: type[_Event]) -> _Event:
+    while loop.has_work():
+        for event in loop.step():
+            if isinstance(event, kind):
+                return event
+    raise BenchmarkError(f"the engine came to rest without {kind.__name__}")
+
+
+# -------------------------------------------------------------------------------------------------- reporting
+
+
+def _record(
+    bench: Bench, kind: str, value: float, floor: float, extra: dict[str, object], **point: int
+) -> Record:
+    cuda = bench.device.type == "cuda"
+    return Record(
+        bench=kind,
+        model=bench.name,
+        layout=Layout().name,
+        device=torch.cuda.get_device_name(bench.device) if cuda else "CPU",
+        commit=checkout_commit(),
+        date=now(),
+        value=round(value, 4),
+        unit="ms",
+        floor=round(floor, 4),
+        extra=extra,
+        batch=point.get("batch"),
+        input_tokens=point.get("input_tokens"),
+        context=point.get("context"),
+    )
+
+
+def _quantile(values: list[float], share: float) -> float:
+    return round(sorted(values)[int(share * (len(values) - 1))], 4)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def run(bench: Bench, options: argparse.Namespace) -> list[Record]:
+    """Every point that was asked for; prints a line for each."""
+    records = []
+    for context in _numbers(options.contexts):
+        for batch in _numbers(options.batches):
+            _free_memory()
+            record = decode_point(bench, batch, context, options.steps)
+            records.append(record)
+            _say(record, f"decode, batch {batch}, context {context}")
+    for tokens in _numbers(options.prefill):
+        _free_memory()
+        record = prefill_point(bench, tokens, options.chunk, options.repeats)
+        records.append(record)
+        _say(record, f"prefill, {tokens} tokens")
+    return records
+
+
+def _free_memory() -> None:
+    """The engine of the point before, and its pages, must be gone before the next one takes its own."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _say(record: Record, what: str) -> None:
+    share = 0.0 if record.floor is None else record.floor / record.value
+    spread = record.extra.get("expert_spread", "")
+    figures = f"{record.value:.3f} ms, floor {record.floor} ({share:.2f}), experts {spread}"
+    print(f"{record.model} {what}: {figures}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and append records; returns 1 when a run's experts were not spread as they should be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="gpt-oss-20b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batches", default="1,8,32,128")
+    parser.add_argument("--contexts", default="8192")
+    parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--prefill", default="", help="prompt lengths, such as 1024,8192,32768")
+    parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens per step")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS / "engine.json")
+    options = parser.parse_args(arguments)
+    bench = make_bench(options.model, torch.device(options.device))
+    records = run(bench, options)
+    append_records(options.out, records)
+    return int(any(record.extra.get("ok") is False for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""How evenly a run's tokens were spread over the experts: what synthetic weights must show in a benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from antiphon.benchmarks.floors import expected_experts
+from antiphon.kernels import reference
+from antiphon.model import cuda_experts
+from antiphon.model.config import GptOssConfig
+
+_ROUTERS: tuple[tuple[ModuleType, str, Callable[[Any], Tensor]], ...] = (
+    (reference, "route", lambda routing: routing[0]),
+    (cuda_experts, "route", lambda routing: routing[0]),
+    (cuda_experts, "route_grouped", lambda routing: routing.expert_ids),
+)
+"""Where the models look for their routers, and which part of the result are the experts."""
+
+
+@contextmanager
+def recorded_routing() -> Iterator[list[Tensor]]:
+    """Collects the experts, [T, K] int64, of every layer that runs eagerly meanwhile, whatever its road."""
+    seen: list[Tensor] = []
+
+    def recorded(route: Callable[..., Any], ids_of: Callable[[Any], Tensor]) -> Callable[..., Any]:
+        def call(*arguments: Any, **more: Any) -> Any:
+            routing = route(*arguments, **more)
+            seen.append(ids_of(routing).clone())
+            return routing
+
+        return call
+
+    with ExitStack() as stack:
+        for module, name, ids_of in _ROUTERS:
+            wrapped = recorded(getattr(module, name), ids_of)
+            stack.enter_context(mock.patch.object(module, name, wrapped))
+        yield seen
+
+
+def expert_spread(config: GptOssConfig, seen: Sequence[Tensor]) -> float:
+    """Distinct experts per layer and step, over what uniform routing would touch; 1 is as even as chance."""
+    distinct = sum(torch.bincount(ids.flatten()).count_nonzero().item() for ids in seen)
+    return distinct / sum(expected_experts(config, len(ids)) for ids in seen)

@@ -1,0 +1,118 @@
+"""The engine's benchmark at toy size on the CPU, and the floors against figures worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from antiphon.benchmarks import engine as benchmark
+from antiphon.benchmarks import engine_host_cost
+from antiphon.benchmarks.expert_spread import expert_spread, recorded_routing
+from antiphon.benchmarks.floors import (
+    FP8_BITS,
+    MXFP4_BITS,
+    decode_floor_ms,
+    expected_experts,
+    prefill_floor_ms,
+)
+from antiphon.kernels import reference
+from antiphon.model.config import GptOssConfig, preset
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "context", "floor"),
+    [
+        ("gpt-oss-20b", 1, 8192, 0.815),
+        ("gpt-oss-20b", 8, 8192, 2.239),
+        ("gpt-oss-20b", 128, 8192, 8.078),
+        ("gpt-oss-20b", 32, 32768, 7.986),
+        ("gpt-oss-120b", 1, 8192, 1.106),
+        ("gpt-oss-120b", 32, 8192, 10.80),
+    ],
+)
+def test_decode_floors(model: str, batch: int, context: int, floor: float) -> None:
+    assert decode_floor_ms(preset(model), batch, context) == pytest.approx(floor, rel=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "bits", "floor"),
+    [
+        ("gpt-oss-20b", 1024, FP8_BITS, 4.49),
+        ("gpt-oss-20b", 8192, FP8_BITS, 37.2),
+        ("gpt-oss-20b", 32768, FP8_BITS, 228.9),
+        ("gpt-oss-120b", 1024, MXFP4_BITS, 13.34),
+        ("gpt-oss-120b", 8192, MXFP4_BITS, 56.0),
+    ],
+)
+def test_prefill_floors(model: str, tokens: int, bits: float, floor: float) -> None:
+    assert prefill_floor_ms(preset(model), tokens, bits) == pytest.approx(floor, rel=5e-3)
+
+
+def test_the_spread_of_experts_is_seen() -> None:
+    config = preset("gpt-oss-20b")
+    assert expected_experts(config, 1) == pytest.approx(4)
+    even = [torch.rand(64, 32).topk(4).indices for _ in range(50)]
+    assert expert_spread(config, even) == pytest.approx(1, abs=0.02)
+    assert expert_spread(config, [torch.arange(4).expand(64, 4)]) < 0.2
+    before = reference.route
+    with recorded_routing() as seen:
+        reference.route(torch.randn(3, 8), torch.randn(5, 8), torch.zeros(5), 2)
+    assert [ids.shape for ids in seen] == [(3, 2)]
+    assert reference.route is before
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> GptOssConfig:
+    """A shape of few weights under the name of the tiny one."""
+    config = GptOssConfig(
+        num_hidden_layers=4,
+        num_experts=8,
+        vocab_size=1024,
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_context_tokens=4096,
+    )
+    monkeypatch.setattr(benchmark, "preset", lambda name: config)
+    return config
+
+
+@pytest.mark.usefixtures("small")
+def test_a_toy_run_says_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "engine.json"
+    arguments = ["--model", "tiny", "--device", "cpu", "--batches", "1,3", "--contexts", "130"]
+    arguments += ["--steps", "4", "--prefill", "200", "--chunk", "128", "--repeats", "1", "--out", str(out)]
+    assert benchmark.main(arguments) in (0, 1)  # eight experts are too few for an even spread
+    decode_one, decode_three, prefill = json.loads(out.read_text())
+    assert (decode_one["bench"], decode_one["batch"], decode_one["context"]) == ("decode_step", 1, 130)
+    assert decode_one["expert_spread"] == 1.0, "one token touches as many experts as it has"
+    assert 0.3 < decode_three["expert_spread"] < 1.5
+    assert (prefill["bench"], prefill["input_tokens"], prefill["unit"]) == ("prefill", 200, "ms")
+    for record in (decode_one, decode_three, prefill):
+        assert record["value"] > record["floor"] > 0
+        assert record["peer"] is None
+        assert {"model", "layout", "device", "commit", "date"} <= record.keys()
+    assert capsys.readouterr().out.count("floor") == 3
+
+
+@pytest.mark.usefixtures("small")
+def test_a_run_that_goes_wrong_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = benchmark.make_bench("tiny", torch.device("cpu"))
+    loop = benchmark.decoding_engine(bench, 1, 70, 8, graphs=False)
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(hidden), bench.model.config.vocab_size), float("nan"))
+
+    monkeypatch.setattr(bench.model, "logits", broken)
+    with pytest.raises(benchmark.BenchmarkError, match="not finite"):
+        benchmark.timed_steps(loop, 1, 4)
+
+
+def test_the_cost_of_planning_is_measured_without_a_model(monkeypatch: Any) -> None:
+    assert 0 < engine_host_cost.step_cost_us(2, steps=5) < 1e5
