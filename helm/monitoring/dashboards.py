@@ -397,7 +397,8 @@ def build(name: str) -> builder.Dashboard:
             .all_value(".+")
             .refresh(VariableRefresh.ON_DASHBOARD_LOAD)
         )
-    for panel in panels():
+    for place, panel in enumerate(panels(), start=1):
+        panel.id(place)
         if isinstance(panel, builder.Row):
             board.with_row(panel)
         else:

@@ -40,8 +40,8 @@ def render(chart: helm_python.Chart) -> Renderer:
             tree = merged(tree, dotted(path, value))
         manifests = chart.render(tree, name=name, namespace="prod")
         notes = manifests.pop("antiphon/templates/NOTES.txt")
-        documents = [d for text in manifests.values() for d in yaml.load_all(text, Loader=yaml.CSafeLoader) if d is not None]
-        return Release(tuple(documents), notes)
+        loaded = (yaml.load_all(text, Loader=yaml.CSafeLoader) for text in manifests.values())
+        return Release(tuple(d for found in loaded for d in found if d is not None), notes)
 
     return rendered
 
