@@ -278,6 +278,11 @@ def running_ray(private_home: Path) -> Iterator[str]:
         process.kill()
 
 
+def ray_status(address: str) -> str:
+    command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
 def test_a_deployment_joins_a_running_cluster_and_leaves_it_as_it_was(
     config_file: Path, private_home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -291,13 +296,9 @@ def test_a_deployment_joins_a_running_cluster_and_leaves_it_as_it_was(
         assert answer.returncode == 0, answer.stderr
         service.process.terminate()
         assert service.process.wait(timeout=30) == 0
-        status = subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout
-        assert "0.0/4.0 CPU" in status, status
+        deadline = time.monotonic() + 30  # what Ray reports lags behind by some seconds
+        while "0.0/4.0 CPU" not in (status := ray_status(address)):
+            assert time.monotonic() < deadline, status
+            time.sleep(1.0)
     finally:
         service.close()
