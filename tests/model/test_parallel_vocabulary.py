@@ -71,13 +71,16 @@ def test_top_k_equals_that_of_whole_rows(k: int, in_ranks: Ranks) -> None:
 
 
 def test_top_k_lists_equal_logits_by_id(in_ranks: Ranks) -> None:
-    whole = logits([0.0] * 30)
-    whole[0, [3, 11, 19]] = 2.0
-    values, ids = in_ranks(4, lambda group: top_k_over_ranks(*columns(whole, group), 3, group.communicator))[
-        2
-    ]
-    assert ids.tolist() == [[3, 11, 19]]
-    assert values.tolist() == [[2.0] * 3]
+    tied = [[3, 11, 19], [1, 4, 5, 6, 7], [7, 8, 9, 30]]  # across ranks, within one, both
+    whole = logits([0.0] * 30, [0.0] * 30, [0.0] * 30)
+    for row, ids in enumerate(tied):
+        whole[row, ids] = 2.0
+    for k in (3, 4, 5):
+        values, found = top_k(whole, k, in_ranks)[2]
+        for row, ids in enumerate(tied):
+            if len(ids) == k:
+                assert found[row].tolist() == ids
+                assert values[row].tolist() == [2.0] * k
 
 
 @pytest.mark.parametrize("k", [0, 4 * WIDTH + 1])
