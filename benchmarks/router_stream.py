@@ -38,9 +38,9 @@ from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.messages import Finish, FinishReason, GenerateRequest, TokenOutput
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway, ScriptedWorker
 from antiphon.router.harmony.formatter import HarmonyFormatter
+from antiphon.router.http_connection import AbortableProtocol
 from antiphon.router.served_model import ServedModel
 from antiphon.router.server import RouterServer
-from antiphon.router.transport_abort import AbortableProtocol
 
 PACED_TOKENS_PER_S = 7_500
 _HEADER = "<|channel|>final<|message|>"

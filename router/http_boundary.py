@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from antiphon.router.api_keys import CALLER, ApiKeys
+from antiphon.router.http_connection import abort_connection
 from antiphon.router.metrics import RouterMetrics
 from antiphon.router.openai.errors import (
     ApiError,
@@ -27,7 +28,6 @@ from antiphon.router.openai.errors import (
     server_error,
 )
 from antiphon.router.pages import PAGE_PATHS
-from antiphon.router.transport_abort import abort_connection
 
 log = structlog.get_logger("antiphon.router.http")
 

@@ -26,6 +26,7 @@ from antiphon.router.app import create_app, wrap_app
 from antiphon.router.dispatch.dispatcher import Dispatcher
 from antiphon.router.dispatch.gateway import WorkerGateway
 from antiphon.router.formatter import ChatFormatter
+from antiphon.router.http_connection import AbortableProtocol
 from antiphon.router.key_limits import KeyLimits
 from antiphon.router.lifecycle import EndKind
 from antiphon.router.metrics import RouterMetrics
@@ -33,7 +34,6 @@ from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.response_store import ResponseStore
 from antiphon.router.openai.sqlite_response_store import SqliteResponseStore
 from antiphon.router.served_model import ServedModel
-from antiphon.router.transport_abort import AbortableProtocol
 
 log = structlog.get_logger("antiphon.router")
 

@@ -27,13 +27,13 @@ from antiphon.router.dispatch.generation import (
     OutputEvent,
     TokensArrived,
 )
+from antiphon.router.http_connection import StreamedBody, abort_connection, streamed_body
 from antiphon.router.key_limits import LimitReached
 from antiphon.router.lifecycle import EndKind, GenerationState
 from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.ends import SHUTDOWN_RETRY_AFTER_S, error_of
 from antiphon.router.openai.errors import ApiError, deadline_exceeded, rate_limited, unavailable
 from antiphon.router.openai.sse import KEEP_ALIVE, STREAM_HEADERS
-from antiphon.router.transport_abort import abort_connection
 
 log = structlog.get_logger("antiphon.router.api")
 
@@ -112,6 +112,7 @@ class GenerationResponse(Response):
         self._opened = False
         self._started = False
         self._limit_headers: dict[str, str] = {}
+        self._body: StreamedBody | None = None
         self._generations = [
             Generation(
                 request_id=f"{request_id}-{choice}",
@@ -129,6 +130,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the answer is written or the client has left."""
+        self._body = streamed_body(scope)
         answer = asyncio.create_task(self._within_limits(scope.get(CALLER, ANYONE), send))
         gone = asyncio.create_task(_wait_for_disconnect(receive))
         cut = self._channel.cut
@@ -205,6 +207,18 @@ class GenerationResponse(Response):
                     return
                 chunks.append(last)
             await self._write(b"".join(chunks), send, more=bool(open_choices))
+            self._channel.shortcut = self._write_at_once
+
+    def _write_at_once(self, event: TokensArrived) -> bool:
+        """The channel's shortcut, once the answer has begun; called by the dispatcher amid its own work."""
+        if not self._writer.streams:
+            self._bytes_of(event)
+            return True
+        if self._body is None or not self._body.ready:
+            return False
+        if body := self._bytes_of(event):
+            self._body.write(body)
+        return True
 
     async def _finish(self) -> None:
         if self._before_end is not None:
@@ -215,7 +229,11 @@ class GenerationResponse(Response):
             case TokensArrived():
                 body = self._writer.tokens(event)
                 if not self._writer.wants_more(event.choice):
-                    self._context.dispatcher.abandon(self._generations[event.choice], EndKind.STOP)
+                    # Not now: the dispatcher may be in the middle of this very generation.
+                    generation = self._generations[event.choice]
+                    asyncio.get_running_loop().call_soon(
+                        self._context.dispatcher.abandon, generation, EndKind.STOP
+                    )
                 return body
             case GenerationEnded():
                 return self._writer.ended(event)
