@@ -66,10 +66,13 @@ bench: $(STAMP) $(TINY)/config.json ## Measure the deployment on this machine
 docs: $(STAMP) ## Write the pages that are made from the code
 	$(PY) -m antiphon.configs.reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
+	$(PY) helm/values_reference.py
+	$(PY) helm/monitoring/generate.py
 
-lock: ## Write requirements/lock.txt from the present .venv
+lock: ## Write requirements/lock.txt from the present .venv, and the images' locks
 	$(PY) requirements/write_lock.py > requirements/lock.txt.new
 	mv requirements/lock.txt.new requirements/lock.txt
+	$(PY) requirements/write_image_locks.py
 
 clean: ## Remove the environment, caches and the synthesized checkpoint
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
