@@ -10,6 +10,7 @@ import typer
 
 from antiphon import __version__
 from antiphon.cluster.cli_bench import bench_app
+from antiphon.cluster.cli_plan import plan
 from antiphon.protocol.errors import AntiphonError
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 checkpoint_app = typer.Typer(help="Look at and make checkpoints.", no_args_is_help=True)
 config_app = typer.Typer(help="Check and show deployment files.", no_args_is_help=True)
 harmony_app = typer.Typer(help="Render and parse the Harmony format.", no_args_is_help=True)
+app.command()(plan)
 app.add_typer(bench_app, name="bench")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")

@@ -64,8 +64,8 @@ class Observation:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of an output token after the first; None for one token."""
-        if self.output_tokens < 2:
+        """Mean time of an output token after the first; None when everything came in one event."""
+        if self.output_tokens < 2 or not self.gaps_s:
             return None
         return (_known(self.last_s) - _known(self.first_s)) / (self.output_tokens - 1)
 

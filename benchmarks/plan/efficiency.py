@@ -1,0 +1,169 @@
+"""How far each kernel class is from its floor: laws, measured where there are figures and assumed elsewhere.
+
+A class's time on one GPU is ``launches * launch_s + memory * bytes / rated + compute * flop / rated``: the
+sum and not the larger of the two, since the parts of one kernel overlap only in part. The three coefficients
+are fitted to measured kernels; a class without measurements keeps assumed ones, and says so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from antiphon.benchmarks import records
+from antiphon.benchmarks.plan import floors
+from antiphon.benchmarks.plan.fit import Errors, Row, leave_one_out, non_negative_fit
+from antiphon.benchmarks.plan.floors import Work
+from antiphon.benchmarks.plan.hardware import H200, Gpu
+from antiphon.benchmarks.plan.work import KernelClass
+from antiphon.benchmarks.records import Record
+from antiphon.model.config import PRESETS
+
+FEWEST_POINTS = 3
+"""Below this a class keeps its assumed law."""
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """Time of one kernel class from its work."""
+
+    launch_s: float
+    memory: float = 1.0
+    """Times the time that the bytes take at the rated bandwidth."""
+    compute: float = 1.0
+    """Times the time that the operations take at the rated speed."""
+    points: int = 0
+    """Measured points it was fitted to; 0 is assumed."""
+    held_out: Errors | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether it rests on measurements."""
+        return self.points > 0
+
+    def seconds(self, work: Work, gpu: Gpu, link: bool = False) -> float:
+        """Time of ``work``; ``link``: its bytes go over NVLink."""
+        launches, memory, compute = _terms(work, gpu, link)
+        return launches * self.launch_s + memory * self.memory + compute * self.compute
+
+
+LINK_CLASSES = frozenset({KernelClass.ALL_REDUCE_SMALL, KernelClass.ALL_REDUCE_LARGE})
+
+ASSUMED: Mapping[KernelClass, Law] = MappingProxyType(
+    {
+        KernelClass.DENSE_DECODE: Law(2.5e-6, 1.15, 1.5),
+        KernelClass.ATTENTION_DECODE: Law(6e-6, 1.06),
+        KernelClass.MOE_DECODE: Law(9e-6, 1.2, 2.0),
+        KernelClass.ROUTE_DECODE: Law(5e-6, 40.0),
+        KernelClass.UNEMBEDDING: Law(10e-6, 1.1, 1.3),
+        KernelClass.DENSE_PREFILL: Law(3e-6, 1.0, 1.25),
+        KernelClass.ATTENTION_PREFILL: Law(5e-6, 1.0, 2.6),
+        KernelClass.MOE_PREFILL: Law(30e-6, 1.2, 1.7),
+        KernelClass.WIDEN: Law(5e-6, 1.3),
+        KernelClass.ELEMENTWISE: Law(3e-6, 1.3),
+        KernelClass.ALL_REDUCE_SMALL: Law(7e-6, 1.5),
+        KernelClass.ALL_REDUCE_LARGE: Law(12e-6, 1.4),
+        KernelClass.STEP: Law(150e-6),
+    }
+)
+"""Round figures of what such kernels reach elsewhere; every result that rests on one is marked predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiencies:
+    """A law for every kernel class."""
+
+    gpu: Gpu = H200
+    laws: Mapping[KernelClass, Law] = field(default_factory=lambda: ASSUMED)
+
+    def seconds(self, parts: Mapping[KernelClass, Work]) -> float:
+        """Time of all parts, one after the other."""
+        return sum(self.part_seconds(kind, work) for kind, work in parts.items())
+
+    def part_seconds(self, kind: KernelClass, work: Work) -> float:
+        """Time of one part."""
+        return self.laws[kind].seconds(work, self.gpu, kind in LINK_CLASSES)
+
+    def assumed(self, parts: Mapping[KernelClass, Work]) -> list[KernelClass]:
+        """Those of the parts whose law no measurement supports."""
+        return [kind for kind in parts if not self.laws[kind].measured]
+
+
+def calibrate(measured: Sequence[Record], gpu: Gpu = H200) -> Efficiencies:
+    """Fit the laws of all classes that have at least three measured points on this GPU."""
+    laws = dict(ASSUMED)
+    for kind, rows in kernel_points(measured, gpu).items():
+        if len(rows) >= FEWEST_POINTS:
+            launch_s, memory, compute = non_negative_fit(rows)
+            fitted = Law(launch_s, memory, compute, len(rows), leave_one_out(rows))
+            laws[kind] = _with_unseen_terms(fitted, rows, ASSUMED[kind])
+    return Efficiencies(gpu, MappingProxyType(laws))
+
+
+def kernel_points(measured: Sequence[Record], gpu: Gpu) -> dict[KernelClass, list[Row]]:
+    """(terms, seconds) of every measured kernel that belongs to a class; of one point the fastest variant."""
+    best: dict[tuple[object, ...], tuple[KernelClass, Work, float]] = {}
+    for record in records.select(measured, records.BENCH_KERNEL):
+        if gpu.name not in record.device or record.extra.get("ok") is False:
+            continue
+        for kind, work, seconds in _readings(record, gpu):
+            key = (kind, record.model, record.kernel, record.batch, record.input_tokens, record.context)
+            if key not in best or seconds < best[key][2]:
+                best[key] = (kind, work, seconds)
+    grouped: defaultdict[KernelClass, list[Row]] = defaultdict(list)
+    for kind, work, seconds in best.values():
+        grouped[kind].append((_terms(work, gpu, kind in LINK_CLASSES), seconds))
+    return dict(grouped)
+
+
+def _readings(record: Record, gpu: Gpu) -> list[tuple[KernelClass, Work, float]]:
+    """What one kernel record says about classes: (class, work of one launch, seconds)."""
+    kernel, shape = record.kernel or "", PRESETS.get(record.model)
+    value_s = record.value * 1e-6
+    parts = record.extra.get("parts")
+    times = {str(k): float(v) * 1e-6 for k, v in parts.items()} if isinstance(parts, dict) else {}
+    if shape is None:
+        return []
+    if kernel.startswith("moe_streamed") and record.batch:
+        flop = 2.0 * record.batch * shape.experts_per_token * floors.expert_values(shape)
+        expected = floors.distinct_experts(shape, record.batch) * floors.expert_bytes(shape, "mxfp4")
+        read = expected if record.floor is None else record.floor * 1e-6 * gpu.bytes_per_s
+        found = [(KernelClass.MOE_DECODE, Work(read, flop, launches=1), times.get("experts", value_s))]
+        if "route" in times:
+            found.append((KernelClass.ROUTE_DECODE, _route(record.batch, shape.num_experts), times["route"]))
+        return found
+    if kernel == "moe route" and record.batch:
+        return [(KernelClass.ROUTE_DECODE, _route(record.batch, shape.num_experts), value_s)]
+    if kernel.startswith("moe_fp8") and record.input_tokens:
+        tokens = record.input_tokens
+        flop = 2.0 * tokens * shape.experts_per_token * floors.expert_values(shape)
+        read = floors.distinct_experts(shape, tokens) * floors.expert_bytes(shape, "fp8")
+        work = Work(read, fp8_flop=flop, launches=1)
+        return [(KernelClass.MOE_PREFILL, work, times.get("experts", value_s))]
+    if kernel == "moe_widen" and record.floor is not None:
+        return [(KernelClass.WIDEN, Work(record.floor * 1e-6 * gpu.bytes_per_s, launches=1), value_s)]
+    return []
+
+
+def _route(batch: int, experts: int) -> Work:
+    return Work(bytes=batch * experts * 4.0, launches=1)
+
+
+def _terms(work: Work, gpu: Gpu, link: bool) -> tuple[float, float, float]:
+    """(launches, seconds of bytes, seconds of operations) at the rated speeds."""
+    rate = gpu.nvlink_bytes_per_s if link else gpu.bytes_per_s
+    compute = work.bf16_flop / gpu.bf16_flops + work.fp8_flop / gpu.fp8_flops
+    return work.launches, work.bytes / rate, compute
+
+
+def _with_unseen_terms(fitted: Law, rows: Sequence[Row], assumed: Law) -> Law:
+    """Keep the assumed coefficient of a term that is 0 in every point: the fit knows nothing of it."""
+    seen = [any(terms[i] > 0 for terms, _ in rows) for i in range(3)]
+    return replace(
+        fitted,
+        launch_s=fitted.launch_s if seen[0] else assumed.launch_s,
+        memory=fitted.memory if seen[1] else assumed.memory,
+        compute=fitted.compute if seen[2] else assumed.compute,
+    )

@@ -1,0 +1,155 @@
+"""What a decode step and a prompt chunk do, split into kernel classes, for one GPU of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from antiphon.benchmarks.plan import floors
+from antiphon.benchmarks.plan.floors import Form, Work
+from antiphon.benchmarks.records import Layout
+from antiphon.model.config import GptOssConfig
+
+
+class KernelClass(StrEnum):
+    """Kernels that share an efficiency."""
+
+    DENSE_DECODE = "dense projections, decode"
+    ATTENTION_DECODE = "attention, decode"
+    MOE_DECODE = "experts, decode (MXFP4)"
+    ROUTE_DECODE = "expert routing, decode"
+    UNEMBEDDING = "logits"
+    DENSE_PREFILL = "dense projections, prefill"
+    ATTENTION_PREFILL = "attention, prefill"
+    MOE_PREFILL = "experts, prefill (FP8)"
+    WIDEN = "widening MXFP4 to FP8"
+    ELEMENTWISE = "norms, rotary, activation"
+    ALL_REDUCE_SMALL = "all-reduce, decode"
+    ALL_REDUCE_LARGE = "all-reduce, prefill"
+    STEP = "planning, sampling, launch"
+
+
+Parts = Mapping[KernelClass, Work]
+
+
+def decode_step(
+    shape: GptOssConfig,
+    layout: Layout,
+    batch: float,
+    context: float,
+    form: Form = "mxfp4",
+    kv_value_bytes: int = 2,
+) -> dict[KernelClass, Work]:
+    """One step of ``batch`` sequences that hold ``context`` tokens each."""
+    tp, layers = layout.tp, shape.num_hidden_layers
+    dense_flop = 2 * batch * (_dense_values(shape) + shape.num_experts * shape.hidden_size)
+    parts = {
+        KernelClass.DENSE_DECODE: Work(
+            bytes=layers * floors.attention_weight_bytes(shape) / tp,
+            bf16_flop=layers * dense_flop / tp,
+            launches=2 * layers,
+        ),
+        KernelClass.ATTENTION_DECODE: Work(
+            bytes=batch * floors.kv_bytes(shape, context, kv_value_bytes) / tp, launches=layers
+        ),
+        KernelClass.MOE_DECODE: _decode_experts(shape, layout, batch, form),
+        KernelClass.ROUTE_DECODE: Work(bytes=layers * batch * shape.num_experts * 4, launches=layers),
+        KernelClass.UNEMBEDDING: Work(
+            bytes=floors.unembedding_bytes(shape) / tp,
+            bf16_flop=2 * batch * shape.vocab_size * shape.hidden_size / tp,
+            launches=1,
+        ),
+        KernelClass.STEP: Work(launches=1),
+    }
+    if tp > 1:
+        sent = floors.all_reduce_bytes(shape, batch, tp)
+        parts[KernelClass.ALL_REDUCE_SMALL] = Work(bytes=2 * layers * sent, launches=2 * layers)
+    return parts
+
+
+def prefill_chunk(
+    shape: GptOssConfig,
+    layout: Layout,
+    tokens: int,
+    before: int,
+    *,
+    form: Form,
+    widen: bool,
+    with_unembedding: bool = False,
+) -> dict[KernelClass, Work]:
+    """A chunk of ``tokens`` of one prompt whose first ``before`` tokens are done.
+
+    ``widen``: experts are held in MXFP4 and widened to FP8 within each layer, since both forms do not fit.
+    """
+    tp, layers, hidden = layout.tp, shape.num_hidden_layers, shape.hidden_size
+    experts = floors.expert_values(shape) * shape.experts_per_token
+    # TP of experts pads a rank's rows; EP gives each rank whole experts, uniform routing assumed.
+    share = 1 / tp if layout.ep > 1 else floors.padded_share(shape, tp)
+    distinct = floors.distinct_experts(shape, tokens)
+    moe_flop = layers * 2.0 * tokens * experts * share
+    fp8 = form == "fp8" or widen
+    parts = {
+        KernelClass.DENSE_PREFILL: Work(
+            bytes=layers * floors.attention_weight_bytes(shape) / tp,
+            bf16_flop=layers * 2.0 * tokens * (_dense_values(shape) + shape.num_experts * hidden) / tp,
+            launches=3 * layers,
+        ),
+        KernelClass.ATTENTION_PREFILL: Work(
+            bf16_flop=_attention_flop(shape, tokens, before) / tp, launches=layers
+        ),
+        KernelClass.MOE_PREFILL: Work(
+            bytes=layers * distinct * floors.expert_bytes(shape, "fp8" if widen else form) * share,
+            bf16_flop=0.0 if fp8 else moe_flop,
+            fp8_flop=moe_flop if fp8 else 0.0,
+            launches=layers,
+        ),
+        KernelClass.ELEMENTWISE: Work(
+            bytes=layers * tokens * _elementwise_bytes(shape, tp), launches=4 * layers
+        ),
+    }
+    if widen:
+        moved = floors.expert_bytes(shape, "mxfp4") + floors.expert_bytes(shape, "fp8")
+        parts[KernelClass.WIDEN] = Work(bytes=layers * shape.num_experts * moved * share, launches=layers)
+    if with_unembedding:
+        parts[KernelClass.UNEMBEDDING] = Work(bytes=floors.unembedding_bytes(shape) / tp, launches=1)
+    if tp > 1:
+        sent = floors.all_reduce_bytes(shape, tokens, tp)
+        parts[KernelClass.ALL_REDUCE_LARGE] = Work(bytes=2 * layers * sent, launches=2 * layers)
+    return parts
+
+
+def _dense_values(shape: GptOssConfig) -> int:
+    """Weights of one layer's QKV and output projections."""
+    qkv = shape.hidden_size * (shape.query_width + 2 * shape.kv_width)
+    return qkv + shape.query_width * shape.hidden_size
+
+
+def _decode_experts(shape: GptOssConfig, layout: Layout, batch: float, form: Form) -> Work:
+    layers, each = shape.num_hidden_layers, floors.expert_bytes(shape, form)
+    if layout.ep > 1:
+        read = floors.busiest_rank_experts(shape, batch, layout.ep) * each
+        share = 1 / layout.ep
+    else:
+        share = floors.padded_share(shape, layout.tp)
+        read = floors.distinct_experts(shape, batch) * each * share
+    flop = 2 * batch * shape.experts_per_token * floors.expert_values(shape) * share
+    return Work(bytes=layers * read, bf16_flop=layers * flop, launches=layers)
+
+
+def _attention_flop(shape: GptOssConfig, tokens: int, before: int) -> float:
+    """QK and PV of all query heads: causal over everything in full layers, the window in sliding ones."""
+    full_pairs = tokens * before + tokens * tokens / 2
+    seen = min(before + tokens, shape.sliding_window)
+    per_pair = 4 * shape.query_width
+    sliding_pairs = tokens * float(seen)
+    return per_pair * (len(shape.full_layers) * full_pairs + len(shape.sliding_layers) * sliding_pairs)
+
+
+def _elementwise_bytes(shape: GptOssConfig, tp: int) -> float:
+    """Activations of one token and layer that are written and read between the products, bf16 and fp8.
+
+    Two norms over the hidden state, the residual twice, rotary and page write of QKV, and the quantised copy
+    that the experts read; what is inside a product's epilogue is not counted.
+    """
+    qkv = (shape.query_width + 2 * shape.kv_width) / tp
+    return shape.hidden_size * (8 * floors.BF16_BYTES + 2) + 2 * qkv * floors.BF16_BYTES
