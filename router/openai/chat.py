@@ -117,9 +117,13 @@ def _writer(
     include_reasoning = request.include_reasoning is not False
     choices = ChatChoices(answers, prompt_tokens, context.metrics, include_reasoning=include_reasoning)
     if request.stream:
-        options = request.stream_options
-        include_usage = options is not None and bool(options.include_usage)
-        return ChatStream(identity, choices, answers, include_usage=include_usage)
+        return ChatStream(
+            identity,
+            choices,
+            answers,
+            include_usage=request.includes_usage(),
+            running_usage=request.reports_running_usage(),
+        )
     return ChatDocument(
         identity,
         choices,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import orjson
 
@@ -16,8 +16,16 @@ class ChatChunks:
     """Frames of one stream. What is equal in all chunks is serialised once."""
 
     def __init__(
-        self, completion_id: str, created: int, model: str, fingerprint: str, *, include_usage: bool
+        self,
+        completion_id: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        *,
+        include_usage: bool,
+        running_usage: Callable[[], Usage] | None = None,
     ) -> None:
+        self._running_usage = running_usage
         envelope = orjson.dumps(
             {
                 "id": completion_id,
@@ -80,9 +88,12 @@ class ChatChunks:
                 b',"finish_reason":',
                 reason,
                 b"}",
-                self._tail,
+                self._tail if self._running_usage is None else self._tail_with(self._running_usage()),
             )
         )
+
+    def _tail_with(self, usage: Usage) -> bytes:
+        return b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
 
 def chat_document(

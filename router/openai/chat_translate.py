@@ -45,8 +45,7 @@ def to_conversation(request: ChatCompletionRequest) -> tuple[Conversation, list[
         ApiError: 400 that names the field.
     """
     refuse_unsupported(((name, getattr(request, name)) for name in UNSUPPORTED_FIELDS), HARMLESS_VALUES)
-    if request.stream_options is not None and not request.stream:
-        raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+    request.check_stream_options(running_usage=True)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
     if not request.messages:

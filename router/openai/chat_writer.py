@@ -13,7 +13,7 @@ from antiphon.router.openai.chat_answer import AnswerDelta, ChatAnswer, Collecte
 from antiphon.router.openai.chat_chunks import ChatChunks, chat_document
 from antiphon.router.openai.errors import ApiError
 from antiphon.router.openai.sse import DONE, sse_data
-from antiphon.router.openai.usage import TokenCounts
+from antiphon.router.openai.usage import TokenCounts, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,11 @@ class ChatChoices:
         shown = self._visible(self._answers[event.choice].feed(event.token_ids, event.logprobs))
         self._parse_s += time.perf_counter() - started
         return shown
+
+    def running_usage(self) -> Usage:
+        """Tokens so far."""
+        completion = sum(answer.token_count for answer in self._answers)
+        return TokenCounts(self.counts.prompt, completion=completion).running_usage()
 
     def wants_more(self, choice: int) -> bool:
         """False after a stop text."""
@@ -88,6 +93,7 @@ class ChatStream:
         answers: Sequence[ChatAnswer],
         *,
         include_usage: bool,
+        running_usage: bool,
     ) -> None:
         self._choices = choices
         self._answers = answers
@@ -98,6 +104,7 @@ class ChatStream:
             identity.model,
             identity.fingerprint,
             include_usage=include_usage,
+            running_usage=choices.running_usage if running_usage else None,
         )
 
     def open(self) -> bytes:

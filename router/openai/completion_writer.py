@@ -25,6 +25,7 @@ class CompletionIdentity:
     choices_per_prompt: int
     with_logprobs: bool
     include_usage: bool
+    running_usage: bool
 
     def document(self, choices: list[dict[str, object]], usage: Usage | None) -> dict[str, object]:
         """A ``text_completion`` object."""
@@ -67,6 +68,11 @@ class CompletionTotals:
             cached=sum(cached_tokens[:: self._choices_per_prompt]),
             completion=sum(answer.token_count for answer in self._answers),
         ).chat_usage()
+
+    def running_usage(self) -> Usage:
+        """Tokens so far."""
+        completion = sum(answer.token_count for answer in self._answers)
+        return TokenCounts(self._prompt_tokens, completion=completion).running_usage()
 
 
 class CompletionStream:
@@ -120,7 +126,8 @@ class CompletionStream:
 
     def _chunk(self, index: int, piece: TextPiece, reason: str | None) -> bytes:
         document = self._identity.document(
-            [self._identity.choice(index, piece.text, piece.logprobs, reason)], None
+            [self._identity.choice(index, piece.text, piece.logprobs, reason)],
+            self._totals.running_usage() if self._identity.running_usage else None,
         )
         if not self._identity.include_usage:
             del document["usage"]

@@ -94,8 +94,7 @@ def prompt_token_ids(context: ApiContext, request: CompletionRequest) -> list[li
 def _check(request: CompletionRequest) -> None:
     harmless: dict[str, JsonValue] = {"repetition_penalty": 1.0, "best_of": request.n or 1}
     refuse_unsupported(((name, getattr(request, name)) for name in UNSUPPORTED_FIELDS), harmless)
-    if request.stream_options is not None and not request.stream:
-        raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+    request.check_stream_options(running_usage=True)
     if request.echo and request.logprobs is not None:
         raise unsupported("echo", "with 'logprobs': nothing computes log-probabilities of a prompt here.")
 
@@ -114,7 +113,6 @@ def _sampling(context: ApiContext, request: CompletionRequest, prompt: list[int]
 
 
 def _identity(context: ApiContext, request: CompletionRequest) -> CompletionIdentity:
-    options = request.stream_options
     return CompletionIdentity(
         completion_id=f"cmpl-{uuid.uuid4().hex}",
         created=int(time.time()),
@@ -122,7 +120,8 @@ def _identity(context: ApiContext, request: CompletionRequest) -> CompletionIden
         fingerprint=context.model.fingerprint,
         choices_per_prompt=request.n or 1,
         with_logprobs=request.logprobs is not None,
-        include_usage=options is not None and bool(options.include_usage),
+        include_usage=request.includes_usage(),
+        running_usage=request.reports_running_usage(),
     )
 
 

@@ -40,6 +40,8 @@ class StreamOptions(NestedModel):
 
     include_usage: bool | None = None
     """A last chunk with empty ``choices`` and the usage."""
+    continuous_usage_stats: bool | None = None
+    """With ``include_usage``: every chunk has the usage so far, without reasoning and cached tokens."""
     include_obfuscation: bool | None = None
     """Accepted; there is no padding to leave out."""
 
@@ -91,6 +93,31 @@ class SamplingFields(ApiModel):
         if "" in texts:
             raise invalid("A stop text must not be empty.", "stop")
         return tuple(dict.fromkeys(texts))
+
+    def check_stream_options(self, *, running_usage: bool) -> None:
+        """See that the options of a stream can be followed; ``running_usage`` where chunks may carry usage.
+
+        Raises:
+            ApiError: 400 that names the option.
+        """
+        options = self.stream_options
+        if options is None:
+            return
+        if not self.stream:
+            raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+        path = "stream_options.continuous_usage_stats"
+        if options.continuous_usage_stats and not running_usage:
+            raise unsupported(path, "events of this API carry usage at the end only.")
+        if options.continuous_usage_stats and not options.include_usage:
+            raise invalid(f"'{path}' needs 'include_usage'.", path)
+
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def reports_running_usage(self) -> bool:
+        """Whether every chunk of a stream carries the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def biases(self, vocabulary_size: int) -> tuple[tuple[int, float], ...]:
         """``logit_bias`` with numeric ids.

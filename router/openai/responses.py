@@ -131,8 +131,7 @@ def _check(request: ResponsesRequest) -> None:
     refuse_unsupported(((name, getattr(request, name)) for name in UNSUPPORTED_FIELDS), HARMLESS_VALUES)
     if request.n not in (None, 1):
         raise unsupported("n", "a response has one output.")
-    if request.stream_options is not None and not request.stream:
-        raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+    request.check_stream_options(running_usage=False)
     if request.text is not None and request.text.verbosity not in (None, "medium"):
         raise unsupported("text.verbosity", "this model has no such setting.")
     if isinstance(request.input, list) and not request.input and request.previous_response_id is None:

@@ -25,3 +25,11 @@ class TokenCounts:
             "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
+
+    def running_usage(self) -> Usage:
+        """The ``usage`` of a chunk amid an answer: what is not known before its end is left out."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+        }

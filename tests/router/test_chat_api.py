@@ -253,6 +253,31 @@ async def test_history_of_every_kind_is_rendered(deploy):
     )
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_usage_so_far_is_in_every_chunk_where_asked_for(deploy, path):
+    deployment = await deploy(answering((REASONING, "ab"), (CONTENT, "c👍")))
+    body = {"messages": USER} if "chat" in path else {"prompt": "hi", "max_tokens": 50}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = await deployment.http.post(
+        path, json={"model": "tiny", "stream": True, "stream_options": options, **body}
+    )
+    events = [line[6:] for line in response.text.split("\n\n") if line.startswith("data: {")]
+    usages = [json.loads(event)["usage"] for event in events]
+    so_far = [usage["completion_tokens"] for usage in usages]
+    assert so_far == sorted(so_far)
+    assert so_far[-1] == len(byte_answer((REASONING, "ab"), (CONTENT, "c👍")))
+    assert len(set(so_far)) > 4
+    for usage in usages:
+        assert usage["prompt_tokens"] == usages[-1]["prompt_tokens"] > 0
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    alone = await deployment.http.post(
+        path,
+        json={"model": "tiny", "stream": True, "stream_options": {"continuous_usage_stats": True}, **body},
+    )
+    assert alone.status_code == 400
+    assert alone.json()["error"]["param"] == "stream_options.continuous_usage_stats"
+
+
 async def test_models(deploy):
     deployment = await deploy()
     models = (await deployment.openai.models.list()).data

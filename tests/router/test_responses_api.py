@@ -317,6 +317,10 @@ async def test_logprobs(deploy):
         ({"reasoning": {"effort": "none"}}, "reasoning.effort"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"truncation": "middle"}, "truncation"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
     ],
 )
 async def test_bad_requests_name_the_field(deploy, fields, param):
