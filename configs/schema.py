@@ -176,6 +176,8 @@ class RouterConfig(Section):
     """PEM file of the certificate chain; with it and its key the API is HTTPS."""
     tls_key_file: str | None = None
     """PEM file of the certificate's private key."""
+    vllm_metric_names: bool = False
+    """/metrics has the figures that vLLM also has under its names too, for dashboards and load generators."""
     current_date: datetime.date | None = None
     """The date that prompts name; today's (UTC) when absent. A fixed one keeps caches past midnight."""
     cors_origins: tuple[str, ...] = ()

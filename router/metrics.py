@@ -34,12 +34,34 @@ STAGES = ("tokenize", "queue", "route", "reserve", "prefill_queue", "prefill", "
 """Parts of the time to first token, in order; ``detokenize`` is observed as well, over the whole answer."""
 
 
-class _ModelRegistry(CollectorRegistry):
-    """Adds ``model_name`` to every sample when it is read, so that no update pays for it."""
+VLLM_NAMES = {
+    "requests_in_flight": ("num_requests_running",),
+    "requests_queued": ("num_requests_waiting",),
+    "time_to_first_token_seconds": ("time_to_first_token_seconds",),
+    "inter_token_latency_seconds": ("inter_token_latency_seconds",),
+    "e2e_request_latency_seconds": ("e2e_request_latency_seconds",),
+    "queue_time_seconds": ("request_queue_time_seconds",),
+    "request_prompt_tokens": ("request_prompt_tokens",),
+    "request_generation_tokens": ("request_generation_tokens",),
+    "prompt_tokens": ("prompt_tokens", "prefix_cache_queries"),
+    "cached_tokens": ("prompt_tokens_cached", "prefix_cache_hits"),
+    "generation_tokens": ("generation_tokens",),
+    "request_success": ("request_success",),
+    "worker_kv_cache_usage_ratio": ("kv_cache_usage_perc",),
+}
+"""What of vLLM's metrics has a counterpart here; those of workers have the labels ``worker`` and ``role``."""
 
-    def __init__(self, model_name: str) -> None:
+
+class _ModelRegistry(CollectorRegistry):
+    """Adds ``model_name`` to every sample when it is read, so that no update pays for it.
+
+    With ``vllm_names``, metrics of ``VLLM_NAMES`` are there a second time under those names.
+    """
+
+    def __init__(self, model_name: str, *, vllm_names: bool) -> None:
         super().__init__()
         self._model_name = model_name
+        self._vllm_names = vllm_names
 
     def collect(self) -> Iterator[Metric]:
         for metric in super().collect():
@@ -50,13 +72,24 @@ class _ModelRegistry(CollectorRegistry):
                 if not sample.name.endswith("_created")
             ]
             yield metric
+            if self._vllm_names:
+                for name in VLLM_NAMES.get(metric.name.removeprefix("antiphon_"), ()):
+                    yield _renamed(metric, f"vllm:{name}")
+
+
+def _renamed(metric: Metric, name: str) -> Metric:
+    copy = Metric(name, metric.documentation, metric.type, metric.unit if name.endswith(metric.unit) else "")
+    copy.samples = [
+        sample._replace(name=name + sample.name.removeprefix(metric.name)) for sample in metric.samples
+    ]
+    return copy
 
 
 class RouterMetrics:
     """The metrics of one router, in a registry of their own. All carry the served model's name."""
 
-    def __init__(self, model_name: str) -> None:
-        self.registry = _ModelRegistry(model_name)
+    def __init__(self, model_name: str, *, vllm_names: bool = False) -> None:
+        self.registry = _ModelRegistry(model_name, vllm_names=vllm_names)
         self._declare_requests()
         self._declare_tokens()
         self._declare_placement()

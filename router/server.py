@@ -90,7 +90,7 @@ class RouterServer:
         check_certificate(router)
         listener = bind_socket(router.host, router.port)
         host, port = listener.getsockname()[:2]
-        metrics = RouterMetrics(self._model.name)
+        metrics = RouterMetrics(self._model.name, vllm_names=router.vllm_metric_names)
         page_size_tokens = self._config.decode.kv_cache.page_size_tokens
         dispatcher = Dispatcher(self._gateway, router, page_size_tokens, metrics)
         admission = Admission(router.max_in_flight_requests, router.max_queued_requests, metrics)

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from antiphon.protocol.messages import RequestRefused
 from antiphon.router.byte_format import ARGUMENTS, CONTENT, REASONING, TOOL, byte_answer
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+from antiphon.router.metrics import VLLM_NAMES
 
 
 def values(text: str) -> dict[str, float]:
@@ -99,3 +100,29 @@ async def test_unknown_urls_share_one_label(deploy):
     for i in range(5):
         await deployment.http.get(f"/nothing/{i}")
     assert await deployment.metric("requests_total", endpoint="unknown", status_code="404") == 5
+
+
+async def test_names_of_vllm_where_asked_for(deploy):
+    assert "vllm:" not in (await (await deploy()).http.get("/metrics")).text
+    deployment = await deploy(vllm_metric_names=True)
+    deployment.workers.cached_tokens = 5
+    assert (await deployment.chat()).status_code == 200
+    text = (await deployment.http.get("/metrics")).text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for ours, theirs in VLLM_NAMES.items():
+        source = families[f"antiphon_{ours}"]
+        for name in theirs:
+            alias = families[f"vllm:{name}"]
+            assert alias.type == source.type
+            assert [(s.labels, s.value) for s in alias.samples] == [
+                (s.labels, s.value) for s in source.samples
+            ]
+    hits = next(s for s in families["vllm:prefix_cache_hits"].samples)
+    assert (hits.name, hits.value) == ("vllm:prefix_cache_hits_total", 5)
+    assert hits.labels == {"model_name": "tiny"}
+    first_token = families["vllm:time_to_first_token_seconds"].samples
+    assert {s.name.removeprefix("vllm:time_to_first_token_seconds") for s in first_token} == {
+        "_bucket",
+        "_count",
+        "_sum",
+    }
