@@ -118,7 +118,7 @@ class EngineLoop:
         choices = self._wait(current)
         self._intake()
         self._commit(current, choices)
-        return self._settle(at_rest=current is self._in_flight is None)
+        return self._settle(at_rest=current is None and self._in_flight is None)
 
     def _intake(self) -> None:
         """Take commands and end what is overdue; pages in use by a step in flight change hands after it."""

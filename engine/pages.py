@@ -15,8 +15,8 @@ A page may be shared (a prefix), so it counts holds of each kind; its state is t
 order quarantined, pinned, reserved, used. Without a hold it is ``cached`` when it has a key, else ``free``.
 A page being written by a peer is never shared: it gets its key only when its content is complete.
 
-Holds change on the engine thread between two steps only. A step has retired when the executor returns, so a
-page dropped here is referenced by no step that still runs.
+Holds change on the engine thread only. A page dropped here may be handed out and written at once, by a peer
+too, so whoever drops it makes sure that no step in flight touches it (``SequencePages.retire``).
 """
 
 from __future__ import annotations
