@@ -108,3 +108,44 @@ def _json_object(text: str) -> dict[str, object]:
     if not isinstance(document, dict):
         raise ConfigError(f"extra {text!r}: not a JSON object")
     return document
+
+
+@bench_app.command("sweep")
+def sweep(
+    models: Annotated[str, typer.Option(help="Comma-separated.")] = "gpt-oss-20b,gpt-oss-120b",
+    layouts: Annotated[
+        str, typer.Option(help="Such as 'TP1,TP2 EP2'; every one that fits the GPUs here when absent.")
+    ] = "",
+    price: Annotated[float, typer.Option(help="US dollars an hour of one GPU.")] = PRICE,
+    again: Annotated[bool, typer.Option(help="Measure what the file holds already once more.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="File of records; the project's sweep.json when absent.")
+    ] = None,
+) -> None:
+    """Measure prefill and decode for every layout that fits the GPUs here; resumes where it stopped."""
+    from antiphon.benchmarks.records import RESULTS
+    from antiphon.benchmarks.sweep.command import run_command
+
+    names = [each.strip() for each in models.split(",") if each.strip()]
+    wanted = [each for each in layouts.split(",") if each.strip()]
+    file = RESULTS / "sweep.json" if output is None else output
+    run_command(names, file, layouts=wanted, gpu_hour_price=price, again=again)
+
+
+@bench_app.command("report")
+def report(
+    docs: Annotated[
+        Path | None, typer.Option(help="Folder of the page; the checkout's docs when absent.")
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="Folder of figures; the project's own when absent.")
+    ] = None,
+    price: Annotated[float, typer.Option(help="US dollars an hour of one GPU.")] = PRICE,
+) -> None:
+    """Write benchmarks.md and its plots from the raw figures."""
+    from antiphon.benchmarks.records import RESULTS
+    from antiphon.benchmarks.report.page import DOCS, write
+
+    folder = DOCS if docs is None else docs
+    for path in write(folder, RESULTS if results is None else results, price):
+        print(path)

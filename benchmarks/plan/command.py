@@ -80,7 +80,7 @@ def document(
 
 
 def basis(model: CostModel, plan: Plan) -> list[dict[str, Any]]:
-    """For each kernel class of a plan, whether its efficiency was measured, and its error on held-out points."""
+    """Of each kernel class of a plan: how many points its law rests on, and its error on held-out ones."""
     decode, prefill = (model.assumed_classes(each.layout) for each in (plan.decode, plan.prefill))
     assumed = {*decode["decode"], *prefill["prefill"]}
     rows: list[dict[str, Any]] = []

@@ -1,0 +1,97 @@
+"""``antiphon bench sweep``: measure every layout that fits the GPUs of this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from antiphon.benchmarks.plan.cost_model import build
+from antiphon.benchmarks.records import BENCH_DECODE, Layout, load_results
+from antiphon.benchmarks.sweep.meter import NotMeasurable, OpenMeter, gpus_here, open_engine
+from antiphon.benchmarks.sweep.points import Point, grid, layouts_for
+from antiphon.benchmarks.sweep.prices import figure, pareto_front
+from antiphon.benchmarks.sweep.run import Outcome, run_sweep
+from antiphon.protocol.errors import AntiphonError
+
+
+class SweepIncomplete(AntiphonError):
+    """Points could not be measured; they were named, and what was measured is kept."""
+
+
+def run_command(
+    models: Sequence[str],
+    output: Path,
+    *,
+    layouts: Sequence[str] = (),
+    gpu_hour_price: float = 3.0,
+    again: bool = False,
+    gpus: int | None = None,
+    open_meter: OpenMeter = open_engine,
+) -> None:
+    """Measure, then print prices and the Pareto front of what was measured.
+
+    Raises:
+        NotMeasurable: there is no GPU, or a layout that was asked for needs more than there are.
+        SweepIncomplete: some points failed.
+        ConfigError, RecordError: a model or a file is not what it should be.
+    """
+    available = gpus_here() if gpus is None else gpus
+    chosen = [Layout.parse(each) for each in layouts] or layouts_for(available)
+    if too_large := [each.name for each in chosen if each.gpus > available]:
+        raise NotMeasurable(f"{', '.join(too_large)}: there are {available} GPUs here")
+    grids = [grid(build(model, []), chosen) for model in models]
+    points = [point for each in grids for point in each.points]
+    console = Console(stderr=True)
+    for each in grids:
+        for point, why in each.left_out:
+            console.print(f"left out {point.name}: {why}", style="dim", markup=False)
+    outcome = _with_progress(points, open_meter, output, again, console)
+    _print_prices(models, output.parent, points, gpu_hour_price)
+    print(
+        f"{len(outcome.measured)} measured, {len(outcome.known)} known before, {len(outcome.failed)} failed"
+    )
+    if outcome.failed:
+        point, reason = outcome.failed[0]
+        raise SweepIncomplete(f"{len(outcome.failed)} points failed, the first {point.name}: {reason}")
+
+
+def _with_progress(
+    points: Sequence[Point], open_meter: OpenMeter, output: Path, again: bool, console: Console
+) -> Outcome:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=len(points))
+
+        def on_point(point: Point, result: str) -> None:
+            progress.update(task, advance=1, description=point.name)
+            if result != "known":
+                progress.console.print(f"{point.name}: {result}", markup=False)
+
+        return run_sweep(points, open_meter, output, again=again, on_point=on_point)
+
+
+def _print_prices(
+    models: Sequence[str], folder: Path, points: Sequence[Point], gpu_hour_price: float
+) -> None:
+    measured = load_results(folder)
+    console = Console()
+    for name in models:
+        model = build(name, measured)
+        decode = [p for p in points if p.model == name and p.bench == BENCH_DECODE]
+        figures = [figure(point, model, measured, gpu_hour_price) for point in decode]
+        for context in sorted({point.context or 0 for point in decode}):
+            known = [each for each in figures if each.measured and each.point.context == context]
+            if not known:
+                continue
+            table = Table(
+                "layout", "batch", "tokens/s per user", "$/M output", title=f"{name}, {context}: Pareto front"
+            )
+            for each in pareto_front(known):
+                speed, price = f"{each.tokens_per_s_user:.1f}", f"{each.price_per_million:.3f}"
+                table.add_row(each.point.layout.name, str(each.point.batch), speed, price)
+            console.print(table)

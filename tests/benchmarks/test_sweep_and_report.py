@@ -1,0 +1,228 @@
+"""The sweep's grid, its resuming, prices and front; the page of results against the raw figures."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from antiphon.benchmarks.plan.cost_model import build
+from antiphon.benchmarks.plan.hardware import H200
+from antiphon.benchmarks.records import (
+    BENCH_DECODE,
+    BENCH_PREFILL,
+    RESULTS,
+    Layout,
+    Record,
+    RecordError,
+    append_records,
+    load_records,
+    load_results,
+)
+from antiphon.benchmarks.report.page import DOCS, render
+from antiphon.benchmarks.svg import Axis, Chart, Series
+from antiphon.benchmarks.sweep.command import SweepIncomplete, run_command
+from antiphon.benchmarks.sweep.meter import Meter, NotMeasurable, gpus_here
+from antiphon.benchmarks.sweep.points import Point, grid, layouts_for
+from antiphon.benchmarks.sweep.prices import Figure, figure, pareto_front
+from antiphon.benchmarks.sweep.run import run_sweep
+
+ONE = Layout()
+
+
+def record(point: Point, value: float, device: str = H200.name) -> Record:
+    return Record(
+        point.bench,
+        point.model,
+        point.layout.name,
+        device,
+        "abc",
+        "2026-01-01",
+        value,
+        "ms",
+        batch=point.batch,
+        input_tokens=point.input_tokens,
+        context=point.context,
+    )
+
+
+class ScriptedMeter:
+    """Takes 2 ms for everything but one batch size."""
+
+    def __init__(self) -> None:
+        self.seen: list[Point] = []
+        self.opened: list[tuple[str, Layout]] = []
+
+    @contextmanager
+    def open(self, model: str, layout: Layout) -> Iterator[Meter]:
+        self.opened.append((model, layout))
+        if layout.tp == 8:
+            raise NotMeasurable("eight are too many")
+        yield self
+
+    def measure(self, point: Point) -> Record:
+        self.seen.append(point)
+        if point.batch == 64:
+            raise NotMeasurable("the step brought no token")
+        return record(point, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("TP1", ONE),
+        ("1 GPU", ONE),
+        ("tp2", Layout(2)),
+        ("EP4 TP4", Layout(4, 4)),
+        ("TP1 EP1", ONE),
+        ("TP2 DP2", Layout(2, 1, 2)),
+    ],
+)
+def test_layouts_are_read_and_written(text: str, layout: Layout) -> None:
+    assert Layout.parse(text) == layout
+    assert Layout.parse(layout.name) == layout
+
+
+@pytest.mark.parametrize("text", ["", "four", "TP0", "TP4 EP2", "TP2 PP2", "2 GPUs"])
+def test_bad_layouts_are_named(text: str) -> None:
+    with pytest.raises(RecordError, match="layout"):
+        Layout.parse(text)
+
+
+def test_records_survive_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "records.json"
+    first = record(Point(BENCH_DECODE, "gpt-oss-20b", ONE, batch=8, context=8192), 3.5)
+    second = Record(
+        "kernel", "gpt-oss-20b", "TP1", "d", "c", "e", 1.0, "us", kernel="k", extra={"parts": {"a": 1}}
+    )
+    append_records(path, [first, second])
+    append_records(path, [record(Point(BENCH_DECODE, "gpt-oss-20b", ONE, batch=8, context=8192), 3.1)])
+    values = {each.kernel: each for each in load_records(path)}
+    assert values[None].value == 3.1
+    assert values["k"] == second
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_latest_of_a_point_counts_and_bad_files_are_named(tmp_path: Path) -> None:
+    point = Point(BENCH_PREFILL, "gpt-oss-20b", ONE, input_tokens=1024)
+    old, new = record(point, 9.0).to_json(), record(point, 8.0).to_json() | {"date": "2026-02-01"}
+    (tmp_path / "a.json").write_text(json.dumps([new]))
+    (tmp_path / "b.json").write_text(json.dumps([old]))
+    (tmp_path / "other.json").write_text('{"figures": {}}')
+    assert [each.value for each in load_results(tmp_path)] == [8.0]
+    (tmp_path / "c.json").write_text(json.dumps([old | {"value": "fast"}]))
+    with pytest.raises(RecordError, match=r"c\.json, entry 0"):
+        load_results(tmp_path)
+
+
+def test_the_project_s_results_can_be_read() -> None:
+    assert any(each.kernel and each.kernel.startswith("moe_streamed") for each in load_results(RESULTS))
+
+
+def test_the_grid_leaves_out_what_does_not_fit() -> None:
+    large = grid(build("gpt-oss-120b", []), layouts_for(2))
+    assert {point.layout.name for point in large.points} == {"TP1", "TP2", "TP2 EP2"}
+    left_out = {(p.layout.name, p.batch, p.context) for p, _ in large.left_out}
+    assert ("TP1", 128, 32768) in left_out
+    assert ("TP1", 128, 8192) not in left_out
+    assert max(point.input_tokens or 0 for point in large.points) == 131_008
+    assert len({point.name for point in large.points}) == len(large.points)
+
+
+def test_a_sweep_resumes(tmp_path: Path) -> None:
+    points = grid(build("gpt-oss-20b", []), [ONE], (1024,), (1, 8), (8192,)).points
+    output, lines = tmp_path / "sweep.json", list[str]()
+    first = ScriptedMeter()
+    run_sweep(points[:2], first.open, output, on_point=lambda point, result: lines.append(result))
+    second = ScriptedMeter()
+    outcome = run_sweep(points, second.open, output, on_point=lambda point, result: lines.append(result))
+    assert second.seen == [points[2]]
+    assert outcome.known == list(points[:2])
+    assert lines == ["2.000 ms", "2.000 ms", "known", "known", "2.000 ms"]
+    again = ScriptedMeter()
+    run_sweep(points, again.open, output, again=True, on_point=lambda point, result: None)
+    assert again.seen == list(points)
+    assert len(load_records(output)) == 3
+
+
+def test_failures_are_kept_apart(tmp_path: Path) -> None:
+    points = grid(build("gpt-oss-20b", []), [ONE, Layout(8)], (1024,), (32, 64), (8192,)).points
+    meter = ScriptedMeter()
+    outcome = run_sweep(points, meter.open, tmp_path / "s.json", on_point=lambda point, result: None)
+    assert meter.opened == [("gpt-oss-20b", ONE), ("gpt-oss-20b", Layout(8))]
+    assert [each.value for each in outcome.measured] == [2.0, 2.0]
+    assert {reason for _, reason in outcome.failed} == {"the step brought no token", "eight are too many"}
+    assert len(outcome.failed) == 1 + 3
+
+
+def test_the_command_says_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    meter = ScriptedMeter()
+    with pytest.raises(SweepIncomplete, match="2 points failed"):
+        run_command(["gpt-oss-20b"], tmp_path / "s.json", layouts=["TP1"], gpus=1, open_meter=meter.open)
+    assert "Pareto front" in capsys.readouterr().out
+    with pytest.raises(NotMeasurable, match="TP2"):
+        run_command(["gpt-oss-20b"], tmp_path / "s.json", layouts=["TP2"], gpus=1, open_meter=meter.open)
+
+
+def test_without_a_gpu_nothing_is_made_up(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(NotMeasurable, match="no CUDA device"):
+        gpus_here()
+    with pytest.raises(NotMeasurable, match="only measures"):
+        run_command(["gpt-oss-20b"], tmp_path / "s.json")
+    assert not (tmp_path / "s.json").exists()
+
+
+def test_a_measured_figure_goes_before_a_predicted_one() -> None:
+    model = build("gpt-oss-20b", [])
+    point = Point(BENCH_DECODE, "gpt-oss-20b", Layout(2), batch=8, context=8192)
+    predicted = figure(point, model, [], 3.0)
+    assert not predicted.measured
+    assert predicted.seconds == model.decode_step_s(Layout(2), 8, 8192)
+    measured = figure(point, model, [record(point, 4.0)], 3.0)
+    assert measured.measured
+    # Two GPUs at $3, eight tokens in 4 ms: 6 / 3600 / 2000 * 1e6.
+    assert measured.price_per_million == pytest.approx(0.8333, rel=1e-3)
+    assert not figure(point, model, [record(point, 4.0, "NVIDIA H100")], 3.0).measured
+
+
+def test_the_front_holds_what_nothing_beats() -> None:
+    def at(speed: float, price: float) -> Figure:
+        return Figure(Point(BENCH_DECODE, "m", ONE, batch=1, context=1), 1 / speed, True, price)
+
+    best = [at(300, 5.0), at(200, 2.0), at(100, 1.0)]
+    beaten = [at(150, 3.0), at(90, 1.0), at(300, 6.0)]
+    assert pareto_front([*beaten, *best]) == best
+
+
+def test_the_page_is_that_of_the_figures() -> None:
+    for name, text in render().items():
+        assert (DOCS / name).read_text() == text, f"docs/{name} is stale: run `antiphon bench report`"
+
+
+def test_what_is_predicted_is_marked(tmp_path: Path) -> None:
+    point = Point(BENCH_DECODE, "gpt-oss-20b", ONE, batch=8, context=8192)
+    append_records(tmp_path / "r.json", [record(point, 3.21)])
+    page = render(tmp_path)["benchmarks.md"]
+    assert "| 3.21 ms, $" in page
+    figures = [cell.strip() for line in page.splitlines() for cell in line.split("|") if " ms, $" in cell]
+    assert len(figures) > 200
+    assert [cell for cell in figures if not cell.startswith("*")] == ["3.21 ms, $0.334"]
+
+
+def test_charts_are_xml_and_say_when_they_are_empty() -> None:
+    chart = Chart(
+        "a < b", Axis("x", log=True), Axis("y"), (Series("s & t", [(1, 2), (100, 3), (0, 1)], dashed=True),)
+    )
+    root = ET.fromstring(chart.render())
+    marks = root.findall("{http://www.w3.org/2000/svg}circle")
+    assert len(marks) == 2
+    assert all(0 <= float(mark.attrib["cx"]) <= 640 for mark in marks)
+    assert "no figures yet" in Chart("t", Axis("x"), Axis("y")).render()
