@@ -14,6 +14,8 @@ from importlib.metadata import version
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from antiphon.router.loop_metrics import LoopCounter, LoopHistogram
+
 LATENCY_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0,
     5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0,
@@ -123,8 +125,11 @@ class RouterMetrics:
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "Arrival of a request to its first token.", LATENCY_BUCKETS_S
         )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Time between tokens of one choice.", ITL_BUCKETS_S
+        self.inter_token_latency = LoopHistogram(
+            "antiphon_inter_token_latency_seconds",
+            "Time between tokens of one choice.",
+            ITL_BUCKETS_S,
+            self.registry,
         )
         self.prompt_tokens_per_request = self._histogram(
             "request_prompt_tokens", "Prompt tokens per choice.", TOKEN_BUCKETS
@@ -133,7 +138,9 @@ class RouterMetrics:
             "request_generation_tokens", "Generated tokens per choice.", TOKEN_BUCKETS
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of choices that ended.")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens received from decode workers.")
+        self.generation_tokens = LoopCounter(
+            "antiphon_generation_tokens", "Tokens received from decode workers.", self.registry
+        )
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that a prefix cache held.")
         self.output_repairs = self._counter(
             "output_repairs", "Deviations of the model from its chat format that were tolerated.", "kind"

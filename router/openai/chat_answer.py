@@ -21,7 +21,7 @@ from antiphon.router.openai.logprobs import JsonLogprob, TokenBytes, chat_logpro
 from antiphon.router.openai.stop_strings import StopStrings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AnswerDelta:
     """A delta to show, with the log-probabilities of the content tokens it completes."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from antiphon.protocol.messages import RequestRefused
 from antiphon.router.byte_format import ARGUMENTS, CONTENT, REASONING, TOOL, byte_answer
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
-from antiphon.router.metrics import VLLM_NAMES
+from antiphon.router.loop_metrics import LoopCounter, LoopHistogram
+from antiphon.router.metrics import ITL_BUCKETS_S, VLLM_NAMES
 
 
 def values(text: str) -> dict[str, float]:
@@ -100,6 +102,25 @@ async def test_unknown_urls_share_one_label(deploy):
     for i in range(5):
         await deployment.http.get(f"/nothing/{i}")
     assert await deployment.metric("requests_total", endpoint="unknown", status_code="404") == 5
+
+
+def test_metrics_of_the_loop_read_as_those_of_the_library():
+    values = [0.0005, 0.0006, 0.001, 0.03, 7.0, 5.0]
+    expositions = []
+    for own in (True, False):
+        registry = CollectorRegistry()
+        if own:
+            histogram = LoopHistogram("h", "H.", ITL_BUCKETS_S, registry)
+            counter = LoopCounter("c", "C.", registry)
+        else:
+            histogram = Histogram("h", "H.", buckets=ITL_BUCKETS_S, registry=registry)
+            counter = Counter("c", "C.", registry=registry)
+        for value in values:
+            histogram.observe(value)
+            counter.inc(3)
+        text = generate_latest(registry).decode()
+        expositions.append([line for line in text.splitlines() if "_created" not in line])
+    assert sorted(expositions[0]) == sorted(expositions[1])
 
 
 async def test_names_of_vllm_where_asked_for(deploy):
