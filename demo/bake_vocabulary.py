@@ -21,6 +21,7 @@ from typing import Any
 from antiphon.demo.dialogue import Split
 from antiphon.demo.harmony import encoding, render
 from antiphon.demo.mixture import make_example
+from antiphon.demo.skills.functions import CITIES, NOUNS
 from antiphon.demo.vocabulary import VOCABULARY_FILE
 from antiphon.demo.words import COMMON_WORDS, WordSource, is_plain_word
 
@@ -77,7 +78,9 @@ def base_token_ids(words: tuple[str, ...]) -> set[int]:
     for word in COMMON_WORDS:
         for spelling in spellings(word):
             kept.update(enc.encode(spelling))
-    for word in (*COMMON_WORDS, *words[:FUNCTION_WORDS]):
+    for name in (*NOUNS, *CITIES):
+        kept.update(t for spelling in (*spellings(name), name, f" {name}") for t in enc.encode(spelling))
+    for word in (*COMMON_WORDS, *NOUNS, *words[:FUNCTION_WORDS]):
         kept.update(enc.encode(f"_{word}"))
     for word in words:
         kept.update(enc.encode(f" {word}"))

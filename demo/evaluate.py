@@ -126,6 +126,12 @@ def evaluate(questions: Sequence[Question], generate: Generate) -> list[Verdict]
     return [judge(q, output) for q, output in zip(questions, generate(questions), strict=True)]
 
 
+def write_questions(questions: Iterable[Question], path: Path) -> None:
+    """Write a question set, one question a line."""
+    lines = (json.dumps(question.to_json(), ensure_ascii=False) + "\n" for question in questions)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
 def read_questions(path: Path) -> list[Question]:
     """A question set: one JSON object a line, as ``Question.to_json`` writes them.
 

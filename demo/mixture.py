@@ -19,14 +19,14 @@ from antiphon.demo.words import WordSource
 Maker = Callable[[Random, Split, Effort, WordSource], Example]
 
 SKILLS: dict[str, tuple[Maker, float]] = {
-    "chat": (chat, 3.0),
-    "facts": (known_fact, 18.0),
+    "chat": (chat, 4.0),
+    "facts": (known_fact, 20.0),
     "refusal": (unknown, 10.0),
-    "arithmetic": (arithmetic, 17.0),
-    "copying": (copying, 14.0),
-    "multi_turn": (conversation, 15.0),
-    "tools": (weather_call, 5.0),
-    "tools_unseen": (generic_call, 12.0),
+    "arithmetic": (arithmetic, 12.0),
+    "copying": (copying, 13.0),
+    "multi_turn": (conversation, 17.0),
+    "tools": (weather_call, 7.0),
+    "tools_unseen": (generic_call, 14.0),
     "no_call": (no_call, 6.0),
 }
 """Maker and weight of each skill."""

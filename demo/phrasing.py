@@ -36,6 +36,7 @@ def phrase_list(name: str) -> tuple[str, ...]:
 FRAMES = phrases("frames")
 OPENINGS = phrases("openings")
 CLOSINGS = phrases("closings")
+FILLERS = phrase_list("fillers")
 
 
 def pick(rng: Random, options: Phrases, split: Split) -> str:
@@ -52,7 +53,12 @@ def fill(template: str, **values: str) -> str:
 
 
 def dress(rng: Random, text: str, split: Split) -> str:
-    """``text`` as one of many users types it: with a greeting, thanks, in lower case, or no full stop."""
+    """``text`` as one of many users types it: with a greeting, thanks, in lower case, or no full stop.
+
+    In training, words that mean nothing are slipped in too, so that no single frame is learnt by heart.
+    """
+    if split is Split.TRAIN and rng.random() < 0.3:
+        text = jittered(rng, text)
     chance = rng.random()
     if chance < 0.12:
         text = pick(rng, OPENINGS, split) + (text if rng.random() < 0.6 else text[:1].lower() + text[1:])
@@ -65,6 +71,25 @@ def dress(rng: Random, text: str, split: Split) -> str:
     if rng.random() < 0.02:
         text += "\n"
     return text
+
+
+def jittered(rng: Random, text: str) -> str:
+    """``text`` with one or two fillers between plain words, never inside a name, a number or quotes."""
+    parts = text.split(" ")
+    for _ in range(rng.choice((1, 1, 2))):
+        places = [i for i in range(1, len(parts)) if parts[i - 1].islower() and parts[i][:1].isalpha()]
+        at = rng.choice(places) if places and rng.random() < 0.8 else 0
+        filler = rng.choice(FILLERS)
+        if at == 0:
+            parts[0] = (
+                parts[0]
+                if parts[0][1:2].isupper() or parts[0] == "I"
+                else parts[0][:1].lower() + parts[0][1:]
+            )
+            parts.insert(0, filler.capitalize() + ("," if rng.random() < 0.5 else ""))
+        else:
+            parts.insert(at, filler)
+    return " ".join(parts)
 
 
 def by_effort(effort: Effort, core: str, lead: str, check: str) -> str:

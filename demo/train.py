@@ -30,7 +30,7 @@ class Settings:
     """One training run."""
 
     out: Path
-    steps: int = 4700
+    steps: int = 6000
     rows: int = 128
     row_tokens: int = 640
     seed: int = 0
@@ -44,7 +44,7 @@ class Settings:
     balance: float = 0.01
     max_seconds: float = 1e9
     """Training ends by then: a machine too slow for ``steps`` runs through the schedule by time instead."""
-    score_per_skill: int = 200
+    score_per_skill: int = 100
     config: GptOssConfig = TINY
 
 

@@ -45,6 +45,18 @@ class WordSource:
         """A made-up title of two or three words."""
         return " ".join(w.capitalize() for w in self.distinct_words(rng, rng.randint(2, 3)))
 
+    def oddity(self, rng: Random) -> str:
+        """Something that is no everyday word: a name, a number, capitals, letters at random."""
+        chance = rng.random()
+        if chance < 0.3:
+            return self.invented_name(rng)
+        if chance < 0.5:
+            return rng.choice(FIRST_NAMES + LAST_NAMES)
+        if chance < 0.65:
+            return str(rng.randint(0, 999))
+        letters = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(2, 4)))
+        return letters if chance < 0.8 else letters.upper()
+
     def invented_name(self, rng: Random) -> str:
         """A name that sounds like a place and is none."""
         body = "".join(rng.choice(SYLLABLES) for _ in range(rng.randint(1, 3)))

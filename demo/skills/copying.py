@@ -54,9 +54,12 @@ def words_of(rng: Random, split: Split, words: WordSource, least: int = 2, most:
     """A list of words that belongs to a split."""
     while True:
         chosen = words.distinct_words(rng, rng.randint(least, most))
-        if rng.random() < 0.15:
+        style = rng.random()
+        if style < 0.2:
             chosen = [word.capitalize() for word in chosen]
-        elif rng.random() < 0.1:
+        elif style < 0.4:
+            chosen = list(dict.fromkeys(words.oddity(rng) if rng.random() < 0.5 else word for word in chosen))
+        elif style < 0.5:
             chosen[0] = chosen[0].capitalize()
         if split_of("words " + " ".join(chosen).lower()) is split:
             return chosen

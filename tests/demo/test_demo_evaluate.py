@@ -9,7 +9,16 @@ import pytest
 
 from antiphon.demo import harmony
 from antiphon.demo.dialogue import AssistantTurn, Effort, Expect, ToolCall
-from antiphon.demo.evaluate import Score, effort_score, evaluate, is_right, judge, read_questions, table
+from antiphon.demo.evaluate import (
+    Score,
+    effort_score,
+    evaluate,
+    is_right,
+    judge,
+    read_questions,
+    table,
+    write_questions,
+)
 from antiphon.demo.questions import Question
 from antiphon.protocol.errors import AntiphonError
 
@@ -102,6 +111,9 @@ def test_effort_counts_questions_whose_thought_grows() -> None:
 
 def test_a_question_set_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "set.jsonl"
+    both = [Question("facts", ASK, Expect(contains=("Paris",), refusal=True), date="2026-01-02")] * 2
+    write_questions(both, path)
+    assert read_questions(path) == both
     good = json.dumps(Question("facts", ASK, Expect(contains=("Paris",)), effort=Effort.LOW).to_json())
     path.write_text(f"{good}\n\n{good}\n")
     assert [q.effort for q in read_questions(path)] == [Effort.LOW, Effort.LOW]
