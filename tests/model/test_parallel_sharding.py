@@ -25,6 +25,7 @@ from antiphon.model.parallel.communicator import SingleRank
 from antiphon.model.parallel.layout import ParallelLayout, RankShape
 from antiphon.model.parallel.load import load_parallel_model, read_shard
 from antiphon.model.parallel.sharding import ParameterCuts, Spread, shard_parameters
+from antiphon.model.parallel.sizes import rank_bytes
 from antiphon.protocol.errors import CheckpointError, ConfigError
 
 LAYOUTS = [(1, False), (2, False), (4, False), (1, True), (2, True), (4, True)]
@@ -146,6 +147,30 @@ def test_a_bad_scale_is_found_by_the_rank_that_holds_it(
         return
     with pytest.raises(CheckpointError, match=r"block\.1\.mlp\.mlp1_weight\.scales.*255"):
         list(read)
+
+
+@pytest.mark.parametrize("like", ["gpt-oss-20b", "gpt-oss-120b"])
+def test_the_bytes_of_a_rank_are_known_before_it_loads(like: str) -> None:
+    config = preset(like)
+    whole = rank_bytes(config, ParallelLayout())
+    total = sum(whole.values())
+    assert total / 1e9 == pytest.approx({"gpt-oss-20b": 13.761, "gpt-oss-120b": 65.249}[like], abs=1e-3)
+    assert sum(rank_bytes(config, ParallelLayout(), False).values()) == total - 2 * 201_088 * 2880
+    matrices = (TensorKind.EXPERT_MATRIX, TensorKind.EXPERT_SCALE)
+    for ranks in (2, 4, 8):
+        dealt = rank_bytes(config, ParallelLayout(ranks, True, ranks - 1))
+        split = rank_bytes(config, ParallelLayout(ranks, False, ranks - 1))
+        for kind in (TensorKind.NORM, TensorKind.ROUTER):
+            assert dealt[kind] == split[kind] == whole[kind]
+        for kind in matrices:
+            assert dealt[kind] * ranks == whole[kind]
+            assert split[kind] / dealt[kind] == pytest.approx(3072 / 2880)  # 6.7 % of zeros
+
+
+def test_the_bytes_foreseen_are_the_bytes_read(index: CheckpointIndex) -> None:
+    for layout in (ParallelLayout(2, False, 1), ParallelLayout(4, True, 2)):
+        read = sum(part.numel() * part.element_size() for _, part in read_shard(index, layout))
+        assert sum(rank_bytes(index.config, layout).values()) == read
 
 
 def tensor_bytes(kind: TensorKind, shape: tuple[int, ...]) -> int:
