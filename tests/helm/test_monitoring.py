@@ -8,12 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import promql_parser
 import pytest
 import yaml
+from moving_metrics import exported
 from rendered_chart import CHART, ROOT, Renderer
 
 from antiphon.protocol.identity import Role
@@ -25,26 +25,6 @@ DASHBOARDS = sorted((CHART / "files/dashboards").glob("*.json"))
 ADDED_BY_PROMETHEUS = {"instance", "job"}
 DCGM_LABELS = {"Hostname", "gpu"}
 VARIABLES = {"$model": ".+", "$__rate_interval": "5m"}
-
-
-@cache
-def exported() -> dict[str, frozenset[str]]:
-    """Sample name -> its labels, of everything that a router declares."""
-    names: dict[str, frozenset[str]] = {}
-    suffixes = {
-        "counter": ("_total",),
-        "gauge": ("",),
-        "histogram": ("_bucket", "_sum", "_count"),
-        "info": ("_info",),
-    }
-    metrics = RouterMetrics("m")
-    for collector in list(metrics.registry._collector_to_names):
-        (family,) = collector.describe()
-        labels = frozenset(collector._labelnames) | {"model_name"}
-        for suffix in suffixes[family.type]:
-            extra = {"_bucket": {"le"}, "_info": {"version", "role"}}.get(suffix, set())
-            names[family.name + suffix] = labels | extra
-    return names
 
 
 def dcgm_metrics() -> set[str]:

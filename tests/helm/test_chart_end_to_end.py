@@ -1,0 +1,149 @@
+"""What the chart renders, run: nodes as its groups offer them, its deployment file, its scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from rendered_chart import CHART, Release, Renderer
+
+pytestmark = pytest.mark.e2e
+
+SCRIPTS = CHART / "files/scripts"
+KEY = "sk-0123456789abcdef"
+ANTIPHON = (sys.executable, "-m", "antiphon.cluster.cli")
+READY_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def rendered(render: Renderer) -> Release:
+    return render("cpu-demo-values.yaml", {"auth.keys": [KEY]})
+
+
+@pytest.fixture(scope="module")
+def deployment_file(rendered: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rendered file, with the paths of volumes and the port of pods replaced by this machine's."""
+    folder = tmp_path_factory.mktemp("pod")
+    keys = folder / "api-keys"
+    keys.write_text(f"{KEY}\n")
+    model = folder / "tiny"
+    make = ["checkpoint", "synthesize", str(model), "--like", "tiny", "--seed", "0"]
+    subprocess.run([*ANTIPHON, *make], check=True, capture_output=True)
+    tree = yaml.safe_load(rendered.deployment_file())
+    tree["model"]["path"] = str(model)
+    tree["router"] |= {"api_key_file": str(keys), "port": 0, "drain_timeout_s": 5}
+    tree["ray"]["placement_timeout_s"] = 30
+    file = folder / "deployment.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+@pytest.fixture(scope="module")
+def ray_address(rendered: Release) -> Iterator[str]:
+    """A Ray cluster whose nodes offer what the chart's groups do."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_AUTH_MODE", "token")
+    patch.setenv("RAY_AUTH_TOKEN", "a-token-of-the-operator-" + "0" * 16)
+    patch.setenv("RAY_worker_niceness", "0")
+    from ray.cluster_utils import Cluster
+
+    memory = 80_000_000
+    head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "object_store_memory": memory}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for name, group in rendered.groups().items():
+            if name == "head":
+                continue
+            start = group["rayStartParams"]
+            offer: dict[str, Any] = {
+                "num_cpus": int(start["num-cpus"]),
+                "num_gpus": int(start["num-gpus"]),
+                "resources": json.loads(json.loads(start["resources"])),
+            }
+            for _ in range(group["replicas"]):
+                cluster.add_node(**offer, object_store_memory=memory)
+        yield str(cluster.address)
+    finally:
+        cluster.shutdown()
+        patch.undo()
+
+
+@pytest.fixture(scope="module")
+def service(ray_address: str, deployment_file: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The supervisor as the pod starts it; yields the API's URL once it says that it is ready."""
+    process = subprocess.Popen(
+        [*ANTIPHON, "serve", "--config", str(deployment_file)],
+        # What `ray.address: auto` reads first; in a pod it is the cluster of the node.
+        env={**os.environ, "RAY_ADDRESS": ray_address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        began = time.monotonic()
+        for line in process.stdout:
+            assert time.monotonic() - began < READY_S
+            if found := re.search(r"at (http://\S+)/v1", line):
+                yield found[1], process
+                break
+        else:
+            pytest.fail(f"the supervisor ended with {process.wait()}")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def script(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-S", str(SCRIPTS / name), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
+
+
+def test_the_service_answers_as_helm_test_asks(service: tuple[str, subprocess.Popen[str]]) -> None:
+    url, _ = service
+    # Routers listen everywhere; what is announced is an address that other nodes can call.
+    assert "0.0.0.0" not in url
+    done = script("check_service.py", url, ANTIPHON_API_KEYS=KEY)
+    assert done.returncode == 0, done.stderr
+    assert '"completion_tokens": 8' in done.stdout
+    assert "401" in script("check_service.py", url).stderr
+
+
+def test_pods_wait_for_their_processes_until_the_supervisor_has_drained(
+    service: tuple[str, subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    url, supervisor = service
+    nodes = psutil.Process().children(recursive=True)
+    titles = {p.pid: (p.cmdline() or [""])[0] for p in nodes if p.status() != psutil.STATUS_ZOMBIE}
+    names = {"ray::PrefillActor", "ray::DecodeActor", "ray::RouterActor"}
+    assert names <= set(titles.values())
+    # A pod sees its own processes only.
+    for pid in (pid for pid, title in titles.items() if title == "ray::DecodeActor"):
+        (tmp_path / str(pid)).symlink_to(f"/proc/{pid}")
+    began = time.monotonic()
+    assert script("wait_drained.py", "--limit-s=1", f"--proc={tmp_path}").returncode == 0
+    assert time.monotonic() - began >= 1
+    idle = script("wait_drained.py", "--limit-s=30", f"--proc={tmp_path}", f"--metrics-url={url}/metrics")
+    assert idle.returncode == 0
+    assert time.monotonic() - began < 20
+    supervisor.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert script("wait_drained.py", "--limit-s=60", f"--proc={tmp_path}").returncode == 0
+    assert time.monotonic() - began < 40
+    assert supervisor.wait(timeout=40) == 0

@@ -1,0 +1,184 @@
+"""A real Prometheus scrapes a router's real metrics, and every expression gives numbers that move.
+
+The metrics are those that ``RouterMetrics`` declares, each with every label, moved by the test instead of by
+load, so that errors and retries move as well.
+"""
+
+from __future__ import annotations
+
+import http.server
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import promql_parser
+import pytest
+import yaml
+from moving_metrics import turn
+from rendered_chart import CHART, ROOT
+
+from antiphon.router.metrics import RouterMetrics
+
+PROMETHEUS = shutil.which("prometheus")
+
+pytestmark = pytest.mark.skipif(
+    PROMETHEUS is None and "CI" not in os.environ, reason="needs prometheus, of Debian's package of that name"
+)
+
+SCRAPE_S = 0.25
+WINDOW = "3s"
+
+
+def dcgm(turns: int, chance: random.Random) -> str:
+    """What dcgm-exporter would say of one GPU."""
+    text = (ROOT / "helm/monitoring/dashboards.py").read_text()
+    names = set(re.findall(r"DCGM_FI_\w+", text))
+    labels = 'gpu="0", Hostname="node"'
+    return "".join(
+        f"{name}{{{labels}}} {turns * 100 if name.endswith('_BYTES') else chance.random() * 100}\n"
+        for name in sorted(names)
+    )
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[str]:
+    """A page of metrics that moves with every scrape; yields its host and port."""
+    metrics, chance, turns = RouterMetrics("m"), random.Random(0), itertools.count()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            turn(metrics, chance)
+            self.send_response(200)
+            self.send_header("content-type", "text/plain; version=0.0.4")
+            self.end_headers()
+            text = metrics.exposition()[0].decode().removesuffix("# EOF\n")
+            self.wfile.write((text + dcgm(next(turns), chance)).encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def prometheus(target: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Prometheus that has scraped for a while; yields its URL."""
+    assert PROMETHEUS is not None, "prometheus is not installed"
+    folder = tmp_path_factory.mktemp("prometheus")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    jobs = [{"job_name": "antiphon-router", "static_configs": [{"targets": [target]}]}]
+    settings = {"scrape_interval": f"{SCRAPE_S * 1000:.0f}ms", "scrape_timeout": f"{SCRAPE_S * 1000:.0f}ms"}
+    rules = [str(ROOT / "docker/prometheus/alerts.yaml")]
+    document = {"global": settings, "scrape_configs": jobs, "rule_files": rules}
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(document))
+    process = subprocess.Popen(
+        [
+            *(
+                PROMETHEUS,
+                f"--config.file={folder / 'prometheus.yaml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+            ),
+            *(f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"),
+        ],
+        env={**os.environ, "GOMAXPROCS": "1"},
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while len(query(url, "count_over_time(antiphon_ready_pairs[1m]) >= 16")) == 0:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def query(url: str, expression: str) -> dict[str, float]:
+    """Series -> value, as of now; nothing while it does not answer yet."""
+    parameters = urllib.parse.urlencode({"query": expression})
+    try:
+        with urllib.request.urlopen(f"{url}/api/v1/query?{parameters}", timeout=10) as answer:
+            found = json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        if error.code == 503:  # it is still starting
+            return {}
+        raise AssertionError(f"{expression}: {error.read().decode()}") from error
+    except urllib.error.URLError:
+        return {}
+    return {json.dumps(s["metric"], sort_keys=True): float(s["value"][1]) for s in found["data"]["result"]}
+
+
+def compared(expression: promql_parser.Expr) -> Iterator[str]:
+    """What an alert compares with its limits: the sides that have values whether or not it fires."""
+    if isinstance(expression, promql_parser.BinaryExpr) and str(expression.op) in ("and", "or"):
+        yield from compared(expression.lhs)
+        yield from compared(expression.rhs)
+    elif isinstance(expression, promql_parser.BinaryExpr) and str(expression.op) in (">", "<", "=="):
+        yield str(expression.lhs)
+    else:
+        yield str(expression)
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """(where, expression) of every panel and every comparison of an alert."""
+    for path in sorted((CHART / "files/dashboards").glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel.get("targets", []):
+                text = target["expr"].replace("$__rate_interval", WINDOW).replace("$model", ".+")
+                yield f"{path.stem}: {panel['title']}: {target['refId']}", text
+    for group in yaml.safe_load((ROOT / "docker/prometheus/alerts.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            if rule["alert"] != "AntiphonMetricsMissing":  # which has a value only while there are none
+                for place, text in enumerate(compared(promql_parser.parse(rule["expr"]))):
+                    yield f"{rule['alert']}: {place}", text
+
+
+def test_every_expression_is_a_number_that_moves(prometheus: str) -> None:
+    cases = list(expressions())
+    assert len(cases) > 70
+    seen: dict[str, list[dict[str, float]]] = {where: [] for where, _ in cases}
+    for _ in range(4):
+        for where, text in cases:
+            seen[where].append(query(prometheus, text))
+        time.sleep(1.0)
+    empty = [where for where, rounds in seen.items() if not all(rounds)]
+    assert empty == []
+    wrong = [
+        w for w, rounds in seen.items() for values in rounds if not all(map(math.isfinite, values.values()))
+    ]
+    assert wrong == [], {w: seen[w] for w in wrong[:3]}
+    still = [where for where, rounds in seen.items() if all(values == rounds[0] for values in rounds)]
+    assert still == []
+
+
+def test_the_rules_are_loaded(prometheus: str) -> None:
+    with urllib.request.urlopen(f"{prometheus}/api/v1/rules", timeout=10) as answer:
+        groups = json.loads(answer.read())["data"]["groups"]
+    assert {group["name"] for group in groups} == {
+        "antiphon-objectives",
+        "antiphon-health",
+        "antiphon-repairs",
+    }
+    assert Path(groups[0]["file"]).name == "alerts.yaml"
