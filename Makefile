@@ -51,6 +51,8 @@ check: $(STAMP) ## Lint, format, strict types and the layering of the folders
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	MYPYPATH=helm/monitoring $(PY) -m mypy helm/monitoring/*.py helm/*.py helm/antiphon/files/scripts/*.py \
+	  docker/*.py requirements/*.py
 	$(PY) -m pytest -q tests/test_layering.py
 
 test: $(CLIENTS_STAMP) ## Every test that needs no GPU (PYTEST_ARGS= is passed on)
