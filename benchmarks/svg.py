@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from html import escape
 
 WIDTH, HEIGHT = 640, 360
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 48
+LEFT, TOP, BOTTOM = 64, 34, 48
+MARGIN, LEGEND = 16, 150
+"""Right of the plot: without and with names of series."""
 COLOURS = ("#0b6e99", "#d9730d", "#0f7b6c", "#ad1a72", "#6940a5", "#9f6b53", "#787774", "#e03e3e")
 
 
@@ -68,6 +70,10 @@ class Chart:
             parts.append(f'<text x="{LEFT}" y="{HEIGHT // 2}">no figures yet</text>')
         return "\n".join([*parts, "</svg>"])
 
+    @property
+    def _right(self) -> int:
+        return WIDTH - (LEGEND if len(self.series) > 1 else MARGIN)
+
     def _drawable(self, point: tuple[float, float]) -> bool:
         finite = all(math.isfinite(value) for value in point)
         return finite and (not self.x.log or point[0] > 0) and (not self.y.log or point[1] > 0)
@@ -75,15 +81,15 @@ class Chart:
     def _grid(self, xs: tuple[float, float], ys: tuple[float, float]) -> list[str]:
         parts = []
         for value in _ticks(*xs, self.x.log):
-            at = LEFT + self.x.place(value, *xs) * (WIDTH - LEFT - RIGHT)
+            at = LEFT + self.x.place(value, *xs) * (self._right - LEFT)
             parts.append(_line(at, TOP, at, HEIGHT - BOTTOM))
             parts.append(_text(at, HEIGHT - BOTTOM + 16, _number(value), "middle"))
         for value in _ticks(*ys, self.y.log):
             at = HEIGHT - BOTTOM - self.y.place(value, *ys) * (HEIGHT - TOP - BOTTOM)
-            parts.append(_line(LEFT, at, WIDTH - RIGHT, at))
+            parts.append(_line(LEFT, at, self._right, at))
             parts.append(_text(LEFT - 6, at + 4, _number(value), "end"))
         middle = (TOP + HEIGHT - BOTTOM) / 2
-        parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, self.x.title, "middle"))
+        parts.append(_text((LEFT + self._right) / 2, HEIGHT - 10, self.x.title, "middle"))
         parts.append(
             f'<text x="14" y="{middle:.1f}" text-anchor="middle" transform="rotate(-90 14 {middle:.1f})">'
             f"{escape(self.y.title)}</text>"
@@ -95,7 +101,7 @@ class Chart:
     ) -> list[str]:
         places = [
             (
-                LEFT + self.x.place(x, *xs) * (WIDTH - LEFT - RIGHT),
+                LEFT + self.x.place(x, *xs) * (self._right - LEFT),
                 HEIGHT - BOTTOM - self.y.place(y, *ys) * (HEIGHT - TOP - BOTTOM),
             )
             for x, y in filter(self._drawable, series.points)
@@ -114,16 +120,18 @@ class Chart:
         return parts
 
     def _legend(self) -> list[str]:
-        parts = []
+        parts: list[str] = []
+        if len(self.series) < 2:
+            return parts
         for index, series in enumerate(self.series):
             colour, y = COLOURS[index % len(COLOURS)], TOP + 12 + 16 * index
             dash = ' stroke-dasharray="6 4"' if series.dashed else ""
-            x = WIDTH - RIGHT - 8
+            x = self._right + 8
             parts.append(
-                f'<line x1="{x - 24}" y1="{y - 4}" x2="{x}" y2="{y - 4}" stroke="{colour}" '
+                f'<line x1="{x}" y1="{y - 4}" x2="{x + 20}" y2="{y - 4}" stroke="{colour}" '
                 f'stroke-width="2"{dash}/>'
             )
-            parts.append(_text(x - 30, y, series.name, "end"))
+            parts.append(_text(x + 26, y, series.name, "start"))
         return parts
 
 

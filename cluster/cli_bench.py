@@ -51,7 +51,10 @@ def serve(
     ] = True,
     extra: Annotated[str | None, typer.Option(help="JSON object of more fields for every request.")] = None,
     slo: Annotated[
-        str | None, typer.Option(help="Objectives for goodput: ttft=1s,itl=20ms,tpot=..,e2e=..")
+        list[str] | None,
+        typer.Option(
+            help="Objectives for goodput: ttft=1s,itl=20ms,tpot=..,e2e=..; may be given many times."
+        ),
     ] = None,
     max_in_flight: Annotated[
         int, typer.Option(help="Requests open at one time; waiting counts as latency.")
@@ -93,7 +96,7 @@ def serve(
             request_timeout_s=parse_duration_s(request_timeout, "request-timeout"),
             drain_s=parse_duration_s(drain, "drain"),
             seed=seed,
-            slo=slo,
+            slo=tuple(slo or ()),
             output=output,
             html=html,
         )

@@ -19,7 +19,7 @@ from antiphon.benchmarks.plan.floors import Work
 from antiphon.benchmarks.plan.hardware import H200, Gpu
 from antiphon.benchmarks.plan.work import KernelClass
 from antiphon.benchmarks.records import Record
-from antiphon.model.config import PRESETS
+from antiphon.model.config import PRESETS, GptOssConfig
 
 FEWEST_POINTS = 3
 """Below this a class keeps its assumed law."""
@@ -56,7 +56,7 @@ ASSUMED: Mapping[KernelClass, Law] = MappingProxyType(
         KernelClass.DENSE_DECODE: Law(2.5e-6, 1.15, 1.5),
         KernelClass.ATTENTION_DECODE: Law(6e-6, 1.06),
         KernelClass.MOE_DECODE: Law(9e-6, 1.2, 2.0),
-        KernelClass.ROUTE_DECODE: Law(5e-6, 40.0),
+        KernelClass.ROUTE_DECODE: Law(5e-6, 1.0, 100.0),
         KernelClass.UNEMBEDDING: Law(10e-6, 1.1, 1.3),
         KernelClass.DENSE_PREFILL: Law(3e-6, 1.0, 1.25),
         KernelClass.ATTENTION_PREFILL: Law(5e-6, 1.0, 2.6),
@@ -132,10 +132,10 @@ def _readings(record: Record, gpu: Gpu) -> list[tuple[KernelClass, Work, float]]
         read = expected if record.floor is None else record.floor * 1e-6 * gpu.bytes_per_s
         found = [(KernelClass.MOE_DECODE, Work(read, flop, launches=1), times.get("experts", value_s))]
         if "route" in times:
-            found.append((KernelClass.ROUTE_DECODE, _route(record.batch, shape.num_experts), times["route"]))
+            found.append((KernelClass.ROUTE_DECODE, _route(record.batch, shape), times["route"]))
         return found
     if kernel == "moe route" and record.batch:
-        return [(KernelClass.ROUTE_DECODE, _route(record.batch, shape.num_experts), value_s)]
+        return [(KernelClass.ROUTE_DECODE, _route(record.batch, shape), value_s)]
     if kernel.startswith("moe_fp8") and record.input_tokens:
         tokens = record.input_tokens
         flop = 2.0 * tokens * shape.experts_per_token * floors.expert_values(shape)
@@ -147,8 +147,8 @@ def _readings(record: Record, gpu: Gpu) -> list[tuple[KernelClass, Work, float]]
     return []
 
 
-def _route(batch: int, experts: int) -> Work:
-    return Work(bytes=batch * experts * 4.0, launches=1)
+def _route(batch: int, shape: GptOssConfig) -> Work:
+    return Work(bf16_flop=2.0 * batch * shape.num_experts * shape.hidden_size, launches=1)
 
 
 def _terms(work: Work, gpu: Gpu, link: bool) -> tuple[float, float, float]:

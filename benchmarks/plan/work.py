@@ -42,7 +42,7 @@ def decode_step(
 ) -> dict[KernelClass, Work]:
     """One step of ``batch`` sequences that hold ``context`` tokens each."""
     tp, layers = layout.tp, shape.num_hidden_layers
-    dense_flop = 2 * batch * (_dense_values(shape) + shape.num_experts * shape.hidden_size)
+    dense_flop = 2 * batch * _dense_values(shape)
     parts = {
         KernelClass.DENSE_DECODE: Work(
             bytes=layers * floors.attention_weight_bytes(shape) / tp,
@@ -53,7 +53,9 @@ def decode_step(
             bytes=batch * floors.kv_bytes(shape, context, kv_value_bytes) / tp, launches=layers
         ),
         KernelClass.MOE_DECODE: _decode_experts(shape, layout, batch, form),
-        KernelClass.ROUTE_DECODE: Work(bytes=layers * batch * shape.num_experts * 4, launches=layers),
+        KernelClass.ROUTE_DECODE: Work(
+            bf16_flop=layers * 2.0 * batch * shape.num_experts * shape.hidden_size, launches=layers
+        ),
         KernelClass.UNEMBEDDING: Work(
             bytes=floors.unembedding_bytes(shape) / tp,
             bf16_flop=2 * batch * shape.vocab_size * shape.hidden_size / tp,

@@ -144,7 +144,7 @@ def _load_row(path: Path) -> list[str]:
             _pair(latency["ttft"]),
             _pair(latency["itl"]),
             f"{run['rates']['output_tokens_per_s']:,.0f}",
-            "–" if good is None else f"{good['share']:.1%}",
+            "<br>".join(f"{each['share']:.1%} ({each['objectives']})" for each in good) or "–",
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{path}: no report of a load: {type(error).__name__} {error}") from error

@@ -60,7 +60,8 @@ class Options:
     request_timeout_s: float = 600.0
     drain_s: float = 120.0
     seed: int = 0
-    slo: str | None = None
+    slo: tuple[str, ...] = ()
+    """Sets of objectives; the goodput under each is reported."""
     output: Path | None = None
     html: Path | None = None
 
@@ -141,7 +142,7 @@ async def measure(options: Options, progress: Progress | None = None) -> tuple[R
         ServerUnusable: the server cannot be measured.
     """
     check(options)
-    slo = None if options.slo is None else Slo.parse(options.slo)
+    slos = [Slo.parse(each) for each in options.slo]
     sessions = make_sessions(options)
     target = await prepare(
         options.url,
@@ -160,7 +161,7 @@ async def measure(options: Options, progress: Progress | None = None) -> tuple[R
     else:
         run = await run_closed_loop(target, sessions, options.users, limits, tick)
     stages = (await read_stages(target.base_url)).mean_since(before)
-    return run, report(run, options.asked(target), slo, stages)
+    return run, report(run, options.asked(target), slos, stages)
 
 
 def run_command(options: Options) -> None:
@@ -208,8 +209,10 @@ def print_tables(document: Document) -> None:
         f"{rates['answered_requests_per_s']:.2f} requests/s, "
         f"{rates['output_tokens_per_s']:,.1f} output and {rates['input_tokens_per_s']:,.1f} input tokens/s"
     )
-    if isinstance(good := document["goodput"], dict):
-        console.print(f"goodput {good['requests_per_s']:.2f} requests/s, {good['share']:.1%} of requests")
+    for good in document["goodput"]:
+        console.print(
+            f"goodput {good['requests_per_s']:.2f}/s, {good['share']:.1%} of requests: {good['objectives']}"
+        )
     for text, count in requests["errors"].items():
         console.print(f"{count} x {text}", style="red", markup=False)
     health = document["generator_health"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 from antiphon.benchmarks.serve.report import Document, latencies
 from antiphon.benchmarks.serve.runner import Run
@@ -113,8 +114,11 @@ def _value(value: object) -> str:
     return escape(str(value))
 
 
-def _goodput(found: Mapping[str, object] | None) -> dict[str, object]:
-    return {} if found is None else {f"goodput_{key}": value for key, value in found.items()}
+def _goodput(found: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    return {
+        f"goodput, {each['objectives']}": f"{each['requests_per_s']:.2f} requests/s, {each['share']:.1%}"
+        for each in found
+    }
 
 
 def _flat(found: Mapping[str, object]) -> dict[str, object]:

@@ -21,7 +21,9 @@ Document = dict[str, Any]
 """JSON with the nesting of ``report``."""
 
 
-def report(run: Run, asked: Mapping[str, object], slo: Slo | None, stages: Mapping[str, float]) -> Document:
+def report(
+    run: Run, asked: Mapping[str, object], slos: Sequence[Slo], stages: Mapping[str, float]
+) -> Document:
     """The JSON document of a run; times in seconds. ``stages``: mean seconds by the server's metrics."""
     measured = run.measured()
     answered = [each for each in measured if each.ok]
@@ -36,7 +38,7 @@ def report(run: Run, asked: Mapping[str, object], slo: Slo | None, stages: Mappi
         "requests": _requests(run, measured, answered),
         "latency_s": {name: asdict(summary) for name, summary in latencies(answered).items()},
         "rates": _rates(run, measured, answered, window_s),
-        "goodput": None if slo is None else {"slo": asdict(slo), **asdict(goodput(slo, measured, window_s))},
+        "goodput": [_goodput(slo, measured, window_s) for slo in slos],
         "stages_s": {"server_metrics_mean": dict(stages), "server_timing": _stages(answered)},
         "generator_health": health(run, measured),
         "per_request": [_line(each, run.began_s) for each in run.observations],
@@ -73,6 +75,10 @@ def health(run: Run, measured: Sequence[Observation]) -> Document:
         "peak_in_flight": run.peak_in_flight,
         "complaints": complaints,
     }
+
+
+def _goodput(slo: Slo, measured: Sequence[Observation], window_s: float) -> Document:
+    return {"objectives": slo.name, "slo": asdict(slo), **asdict(goodput(slo, measured, window_s))}
 
 
 def _requests(run: Run, measured: Sequence[Observation], answered: Sequence[Observation]) -> Document:

@@ -52,6 +52,12 @@ class Slo:
             raise WorkloadError("slo: names no limit")
         return cls(**limits)
 
+    @property
+    def name(self) -> str:
+        """Such as ``ttft 1000 ms, itl 20 ms``."""
+        limits = (("ttft", self.ttft_s), ("tpot", self.tpot_s), ("itl", self.itl_s), ("e2e", self.e2e_s))
+        return ", ".join(f"{name} {limit * 1e3:g} ms" for name, limit in limits if limit is not None)
+
     def met_by(self, seen: Observation) -> bool:
         """Whether a request was answered within every limit; a failed one never is."""
         if not seen.ok:

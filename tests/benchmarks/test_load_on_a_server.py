@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,12 +90,11 @@ async def test_a_stall_shows_in_every_request_that_fell_into_it(script: Script) 
 
 async def test_goodput_counts_what_met_every_objective(script: Script) -> None:
     server = await script(first_s=0.15, gap_s=0.0)
-    _, loose = await measure(options(server.url, slo="ttft=2s,itl=1s"))
-    assert loose["goodput"]["good"] == 12
-    assert loose["goodput"]["share"] == 1.0
-    assert loose["goodput"]["requests_per_s"] == pytest.approx(12 / loose["window_s"])
-    _, tight = await measure(options(server.url, slo="ttft=100ms"))
-    assert tight["goodput"]["good"] == 0
+    _, document = await measure(options(server.url, slo=("ttft=2s,itl=1s", "ttft=100ms")))
+    loose, tight = document["goodput"]
+    assert (loose["good"], loose["share"], tight["good"]) == (12, 1.0, 0)
+    assert loose["requests_per_s"] == pytest.approx(12 / document["window_s"])
+    assert tight["objectives"] == "ttft 100 ms"
 
 
 async def test_failures_are_counted_by_reason(script: Script) -> None:
@@ -147,12 +148,59 @@ async def test_server_timing_becomes_stages(script: Script) -> None:
 
 async def test_reports_hold_everything(script: Script) -> None:
     server = await script(first_s=0.0, gap_s=0.001)
-    run, document = await measure(options(server.url, api_key="sk-secret", slo="e2e=5s"))
+    run, document = await measure(options(server.url, api_key="sk-secret", slo=("e2e=5s",)))
     page = render_html(run, document)
     assert page.count("<svg") == 5
     assert "src=" not in page
     assert "sk-secret" not in page + json.dumps(document)
     assert len(document["per_request"]) == 12
+
+
+async def cli(*arguments: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "antiphon.cluster.cli", "bench", "serve", *arguments]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    out, err = await process.communicate()
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+async def test_the_command_writes_its_reports_or_says_why_not(script: Script, tmp_path: Path) -> None:
+    server = await script(first_s=0.0, gap_s=0.001)
+    load = [
+        "--url",
+        server.url,
+        "--rate",
+        "50",
+        "--requests",
+        "5",
+        "--input-tokens",
+        "8",
+        "--output-tokens",
+        "3",
+    ]
+    files = ["--output", str(tmp_path / "new" / "r.json"), "--html", str(tmp_path / "r.html")]
+    code, out, err = await cli(
+        *load, *files, "--slo", "ttft=5s", "--slo", "itl=1s", "--extra", '{"top_p": 0.9}'
+    )
+    assert (code, err) == (0, "")
+    assert "answered 5 of 5" in out
+    assert len(json.loads((tmp_path / "new" / "r.json").read_text())["goodput"]) == 2
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    assert server.bodies[-1]["top_p"] == 0.9
+    server.refuse = 429
+    code, _, err = await cli(*load)
+    assert code == 1
+    assert err.startswith("antiphon: none of 5 measured requests was answered: HTTP 429: no room (5)")
+
+
+async def test_a_trace_is_sent_as_it_was(script: Script, tmp_path: Path) -> None:
+    server = await script(first_s=0.0, gap_s=0.0)
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 100 * i, "input_length": 10 + i, "output_length": 1 + i} for i in range(4)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    _, document = await measure(options(server.url, trace=trace, requests=None, time_scale=0.5))
+    assert [len(body["prompt"]) for body in server.bodies] == [10, 11, 12, 13]
+    assert [line["intended_s"] for line in document["per_request"]] == pytest.approx([0, 0.05, 0.1, 0.15])
 
 
 async def test_servers_that_cannot_be_measured(script: Script) -> None:

@@ -38,7 +38,7 @@ def uncalibrated(model: str) -> CostModel:
 
 def decode_floor_ms(model: str, batch: int, context: int, form: floors.Form) -> float:
     parts = work.decode_step(preset(model), ONE, batch, context, form)
-    moved = sum(part.bytes for kind, part in parts.items() if kind is not KernelClass.ROUTE_DECODE)
+    moved = sum(part.bytes for part in parts.values())
     return moved / H200.bytes_per_s * 1e3
 
 
