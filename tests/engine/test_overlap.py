@@ -9,7 +9,13 @@ import torch
 
 from antiphon.engine import device_choice
 from antiphon.engine.device_executor import DeviceExecutor
-from antiphon.engine.events import KvWritten, PagesReserved, PrefillComputed, TokensSampled
+from antiphon.engine.events import (
+    KvWritten,
+    PagesReserved,
+    PrefillComputed,
+    SequencePreempted,
+    TokensSampled,
+)
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.requests import RequestKind
 from antiphon.protocol.errors import ConfigError
@@ -120,6 +126,27 @@ def test_a_peer_that_writes_at_once_meets_no_running_step(kit: Any, mode: str) -
     assert written
     for group, pages in (("full", written[0].full_pages), ("sliding", written[0].sliding_pages)):
         assert bool((loop.kv_cache.memory(group)[list(pages)] == 77.0).all())
+
+
+@pytest.mark.parametrize("mode", OVERLAPPED)
+def test_who_lacks_a_page_does_not_wait_for_its_betters_to_end(kit: Any, mode: str) -> None:
+    """The first one could run on for ever; the second gets the page of the third all the same."""
+    loop = kit.loop(mode, full_pages=8, prefix_cache=False)
+    requests = [
+        kit.request("first", kit.prompt_of(34), max_tokens=70),
+        kit.request("second", kit.prompt_of(10, 1), max_tokens=60),
+        kit.request("third", kit.prompt_of(10, 2), max_tokens=60),
+    ]
+    for request in requests:
+        loop.submit(request)
+    said = kit.Transcript()
+    while not (preempted := said.of_type(SequencePreempted)):
+        said.take(loop.step())
+    assert preempted[0].request_id == "third"
+    assert len(said.tokens["first"]) <= 26, "its next page is due at 30 only"
+    kit.run(loop, said)
+    for request in requests:
+        assert said.tokens[request.request_id] == kit.FakeModel().expected(request)
 
 
 @pytest.mark.parametrize("mode", OVERLAPPED)
