@@ -53,7 +53,7 @@ class Workers:
     async def start(self) -> None:
         await self._gateway.start(self._dispatcher)
         self._following = asyncio.create_task(self._follow_topology())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while True:
                 if self._dispatcher.ready:
                     return
@@ -100,7 +100,7 @@ class Workers:
 
     async def idle(self) -> Mapping[Role, ProcessStatus]:
         """Wait until both workers say that they hold nothing."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 seen = {role: self.status(role) for role in (Role.PREFILL, Role.DECODE)}
                 if not any(status.requests or status.pages_held for status in seen.values()):
