@@ -49,6 +49,7 @@ RULES: tuple[tuple[str, dict[str, object], str], ...] = (
     ("two-gpus", {"model.source.huggingface.cache.path": ""}, "name the folder on every node"),
     ("two-gpus", {"model.dtype": "float32"}, "float32 is for CPUs"),
     ("h200-two-nodes", {"auth.keys": ["sk-0123456789abcdef"]}, "two places for the keys"),
+    ("cpu-demo", {"fullnameOverride": "2nd"}, "must begin with a letter"),
     ("two-gpus", {"router.ingress.host": ""}, "a certificate needs router.ingress.host"),
     ("h200-two-nodes", {"router.httpRoute.parentRefs": []}, "name the gateway"),
 )

@@ -48,7 +48,7 @@ def dcgm(turns: int, chance: random.Random) -> str:
     names = set(re.findall(r"DCGM_FI_\w+", text))
     labels = 'gpu="0", Hostname="node"'
     return "".join(
-        f"{name}{{{labels}}} {turns * 100 if name.endswith('_BYTES') else chance.random() * 100}\n"
+        f"{name}{{{labels}}} {turns**2 if name.endswith('_BYTES') else chance.random() * 100}\n"
         for name in sorted(names)
     )
 

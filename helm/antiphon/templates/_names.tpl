@@ -32,7 +32,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{/* Number of a named port. */}}
 {{- define "antiphon.port" -}}
-{{- $ports := dict "http" 8000 "gcs" 6379 "dashboard" 8265 "client" 10001 "metrics" 8080 "agent" 52365 -}}
+{{- $ports := dict "http" 8000 "gcs-server" 6379 "dashboard" 8265 "client" 10001 "metrics" 8080 "agent" 52365 -}}
 {{- required (printf "no port is called %s" .) (get $ports .) -}}
 {{- end -}}
 
