@@ -70,6 +70,7 @@ docs: $(STAMP) ## Write the pages that are made from the code
 	mv docs/configuration.md.new docs/configuration.md
 	$(PY) helm/values_reference.py
 	$(PY) helm/monitoring/generate.py
+	$(PY) -m antiphon.benchmarks.report.page
 
 lock: ## Write requirements/lock.txt from the present .venv, and the images' locks
 	$(PY) requirements/write_lock.py > requirements/lock.txt.new

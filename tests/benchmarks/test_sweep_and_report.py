@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +27,7 @@ from antiphon.benchmarks.records import (
 from antiphon.benchmarks.report.page import DOCS, render
 from antiphon.benchmarks.svg import Axis, Chart, Series
 from antiphon.benchmarks.sweep.command import SweepIncomplete, run_command
-from antiphon.benchmarks.sweep.meter import Meter, NotMeasurable, gpus_here
+from antiphon.benchmarks.sweep.meter import Meter, NotMeasurable, gpus_here, open_engine
 from antiphon.benchmarks.sweep.points import Point, grid, layouts_for
 from antiphon.benchmarks.sweep.prices import Figure, figure, pareto_front
 from antiphon.benchmarks.sweep.run import run_sweep
@@ -226,3 +227,35 @@ def test_charts_are_xml_and_say_when_they_are_empty() -> None:
     assert len(marks) == 2
     assert all(0 <= float(mark.attrib["cx"]) <= 640 for mark in marks)
     assert "no figures yet" in Chart("t", Axis("x"), Axis("y")).render()
+
+
+def test_of_several_ways_to_hold_the_weights_the_fastest_counts() -> None:
+    model = build("gpt-oss-20b", [])
+    point = Point(BENCH_PREFILL, "gpt-oss-20b", ONE, input_tokens=8192)
+    slow, fast = record(point, 90.0), record(point, 70.0)
+    assert figure(point, model, [fast, slow], 3.0).seconds == pytest.approx(0.07)
+
+
+def test_the_engine_s_meter_loads_each_role_s_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from antiphon.benchmarks import engine
+
+    loaded: list[bool] = []
+
+    def make_bench(name: str, device: object, resident_fp8: bool) -> SimpleNamespace:
+        loaded.append(resident_fp8)
+        return SimpleNamespace(resident_fp8=resident_fp8)
+
+    monkeypatch.setattr(engine, "make_bench", make_bench)
+    monkeypatch.setattr(engine, "prefill_point", lambda bench, tokens, chunk, repeats: ("prefill", tokens))
+    monkeypatch.setattr(engine, "decode_point", lambda bench, batch, context, steps: ("decode", batch))
+    points = grid(build("gpt-oss-20b", []), [ONE], (1024, 2048), (1, 8), (8192,)).points
+    with open_engine("gpt-oss-20b", ONE) as meter:
+        assert [meter.measure(point) for point in points] == [
+            ("prefill", 1024),
+            ("prefill", 2048),
+            ("decode", 1),
+            ("decode", 8),
+        ]
+    assert loaded == [True, False]
+    with pytest.raises(NotMeasurable, match="TP2"), open_engine("gpt-oss-20b", Layout(2)):
+        pass
