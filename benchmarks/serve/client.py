@@ -145,6 +145,8 @@ class _Reader:
             self._usage(usage)
         carries = False
         for choice in chunk.get("choices") or ():
+            if not isinstance(choice, dict):
+                raise StreamFailed("an event of another form")
             delta = choice.get("delta") or {}
             visible = choice.get("text") or delta.get("content")
             hidden = delta.get("reasoning") or delta.get("reasoning_content") or delta.get("tool_calls")

@@ -31,14 +31,14 @@ WORDS = tuple(_LIST.split())
 def segment_ids(segment: Segment) -> tuple[int, ...]:
     """The token ids of a segment."""
     rng = random.Random(segment.seed)
-    return tuple(rng.randrange(FIRST_ID, END_ID) for _ in range(segment.tokens))
+    return tuple(rng.choices(range(FIRST_ID, END_ID), k=segment.tokens))
 
 
 @lru_cache(maxsize=4096)
 def segment_text(segment: Segment) -> str:
     """As many words as the segment has tokens, each with a space before it."""
     rng = random.Random(segment.seed)
-    return "".join(f" {rng.choice(WORDS)}" for _ in range(segment.tokens))
+    return "".join(f" {word}" for word in rng.choices(WORDS, k=segment.tokens))
 
 
 def ids_of(segments: Sequence[Segment]) -> list[int]:

@@ -106,8 +106,10 @@ async def run_open_loop(
         run.began_s = time.monotonic() + START_DELAY_S
         last_s = run.began_s + max(session.arrives_s for session in sessions)
         tasks = await _launch(runner, sessions, run.began_s)
-        _, late = await asyncio.wait(tasks, timeout=max(0.0, last_s + limits.drain_s - time.monotonic()))
-        await _stop(late)
+        try:
+            await asyncio.wait(tasks, timeout=max(0.0, last_s + limits.drain_s - time.monotonic()))
+        finally:
+            await _stop({task for task in tasks if not task.done()})
         _raise_first(tasks)
     run.measured_from_s = run.began_s + limits.warmup_s
     run.measured_to_s = max(last_s, max((o.intended_s for o in run.observations), default=last_s))

@@ -26,6 +26,8 @@ class ScriptedServer:
     drop_after: int | None = None
     """Close the connection after so many tokens."""
     tokens_per_event: int = 1
+    nonsense: bytes | None = None
+    """Sent as an event in place of the answer."""
     stall_until_s: float = 0.0
     """Loop time before which nothing is answered: the whole server stands still."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -70,6 +72,9 @@ class ScriptedServer:
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n"
             b"Server-Timing: prefill;dur=12.5, queue;dur=1\r\n\r\n"
         )
+        if self.nonsense is not None:
+            writer.write(b"data: " + self.nonsense + b"\n\ndata: [DONE]\n\n")
+            return
         for index, done in enumerate(range(0, tokens, self.tokens_per_event)):
             # Against the schedule, not after the last sleep, so that errors do not add up.
             await asyncio.sleep(arrived + self.first_s + index * self.gap_s - loop.time())

@@ -107,6 +107,23 @@ async def test_failures_are_counted_by_reason(script: Script) -> None:
     assert document["latency_s"]["ttft"]["p50"] is None
 
 
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (b"{broken", "an event that is no JSON: "),
+        (b"[1]", "an event that is no JSON object"),
+        (b'{"error": {"message": "out of pages"}}', "event: out of pages"),
+        (b'{"choices": [7]}', "an event of another form"),
+        (b'{"choices": [{"delta": {"role": "assistant"}}]}', "no event carried output"),
+    ],
+)
+async def test_answers_that_make_no_sense_are_failures(script: Script, event: bytes, reason: str) -> None:
+    server = await script(first_s=0.0, gap_s=0.0, nonsense=event)
+    _, document = await measure(options(server.url, requests=1))
+    (found,) = document["requests"]["errors"]
+    assert found.startswith(reason)
+
+
 async def test_a_request_beyond_its_time_and_a_run_beyond_its_drain(script: Script) -> None:
     server = await script(first_s=5.0)
     _, document = await measure(options(server.url, requests=2, request_timeout_s=0.1))
