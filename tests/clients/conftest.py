@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ os.environ["OPENAI_AGENTS_DISABLE_TRACING"] = "1"
 os.environ["LANGSMITH_TRACING"] = "false"
 
 MODEL = "gpt-oss-tiny"
+MAX_CONTEXT_TOKENS = 4096
 HERE = Path(__file__).parent
 THOUGHT = "The user wants the weather."
 PLAIN = "Hello 👋 there."
@@ -46,9 +47,16 @@ def answer_to(prompt: str) -> str:
 
 
 class RunningRouter:
-    """A router on a thread of its own, as clients may be synchronous. ``prompts`` are what it was asked."""
+    """A router on a thread of its own, as clients may be synchronous.
 
-    def __init__(self) -> None:
+    ``answer`` maps a prompt's text to what the model writes; ``prompts`` are what it was asked.
+    """
+
+    def __init__(
+        self, answer: Callable[[str], str] = answer_to, max_context_tokens: int = MAX_CONTEXT_TOKENS
+    ) -> None:
+        self._answer = answer
+        self._max_context_tokens = max_context_tokens
         self.formatter = HarmonyFormatter(current_date=lambda: "2025-06-28")
         self.prompts: list[str] = []
         self._loop = asyncio.new_event_loop()
@@ -65,7 +73,7 @@ class RunningRouter:
 
     async def _start(self) -> RouterServer:
         config = DeploymentConfig.model_validate({"model": {"path": MODEL}, "router": {"port": 0}})
-        model = ServedModel(MODEL, max_context_tokens=4096, created=1_700_000_000, fingerprint="fp_test")
+        model = ServedModel(MODEL, self._max_context_tokens, created=1_700_000_000, fingerprint="fp_test")
         server = RouterServer(config, model, self.formatter, ScriptedGateway(self._script))
         await server.start()
         return server
@@ -73,7 +81,7 @@ class RunningRouter:
     def _script(self, request: GenerateRequest) -> list[int]:
         prompt = self.formatter.vocabulary.decode(request.prompt_token_ids)
         self.prompts.append(prompt)
-        return self.formatter.vocabulary.encode_marked(answer_to(prompt))
+        return self.formatter.vocabulary.encode_marked(self._answer(prompt))
 
 
 @pytest.fixture(scope="session")
