@@ -71,6 +71,21 @@ ASSUMED: Mapping[KernelClass, Law] = MappingProxyType(
 """Round figures of what such kernels reach elsewhere; every result that rests on one is marked predicted."""
 
 
+BY_NAME: Mapping[str, KernelClass] = MappingProxyType(
+    {
+        "decode full": KernelClass.ATTENTION_DECODE,
+        "decode sliding": KernelClass.ATTENTION_DECODE,
+        "prefill full": KernelClass.ATTENTION_PREFILL,
+        "prefill sliding": KernelClass.ATTENTION_PREFILL,
+        "norm+qkv+rope+write": KernelClass.DENSE_DECODE,
+        "o+bias+residual": KernelClass.DENSE_DECODE,
+        "logits": KernelClass.UNEMBEDDING,
+        "moe_widen": KernelClass.WIDEN,
+    }
+)
+"""Beginnings of kernel names whose floor is all bytes (attention of prefill: all operations)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
     """A law for every kernel class."""
@@ -109,7 +124,14 @@ def kernel_points(measured: Sequence[Record], gpu: Gpu) -> dict[KernelClass, lis
         if gpu.name not in record.device or record.extra.get("ok") is False:
             continue
         for kind, work, seconds in _readings(record, gpu):
-            key = (kind, record.model, record.kernel, record.batch, record.input_tokens, record.context)
+            key = (
+                kind,
+                record.model,
+                *_variant_of(record),
+                record.batch,
+                record.input_tokens,
+                record.context,
+            )
             if key not in best or seconds < best[key][2]:
                 best[key] = (kind, work, seconds)
     grouped: defaultdict[KernelClass, list[Row]] = defaultdict(list)
@@ -124,6 +146,9 @@ def _readings(record: Record, gpu: Gpu) -> list[tuple[KernelClass, Work, float]]
     value_s = record.value * 1e-6
     parts = record.extra.get("parts")
     times = {str(k): float(v) * 1e-6 for k, v in parts.items()} if isinstance(parts, dict) else {}
+    for name, kind in BY_NAME.items():
+        if kernel.startswith(name) and record.floor is not None:
+            return [(kind, _work_of_floor(kind, record.floor * 1e-6, gpu), value_s)]
     if shape is None:
         return []
     if kernel.startswith("moe_streamed") and record.batch:
@@ -142,9 +167,20 @@ def _readings(record: Record, gpu: Gpu) -> list[tuple[KernelClass, Work, float]]
         read = floors.distinct_experts(shape, tokens) * floors.expert_bytes(shape, "fp8")
         work = Work(read, fp8_flop=flop, launches=1)
         return [(KernelClass.MOE_PREFILL, work, times.get("experts", value_s))]
-    if kernel == "moe_widen" and record.floor is not None:
-        return [(KernelClass.WIDEN, Work(record.floor * 1e-6 * gpu.bytes_per_s, launches=1), value_s)]
     return []
+
+
+def _variant_of(record: Record) -> tuple[str, str]:
+    """Kernel and shape without the launch settings, of which the fastest counts."""
+    shape = str(record.extra.get("shape", ""))
+    return (record.kernel or "").removesuffix(" pdl"), shape.partition(" s=")[0]
+
+
+def _work_of_floor(kind: KernelClass, floor_s: float, gpu: Gpu) -> Work:
+    """What a kernel does whose record gives its floor and not its shape."""
+    if kind is KernelClass.ATTENTION_PREFILL:
+        return Work(bf16_flop=floor_s * gpu.bf16_flops, launches=1)
+    return Work(bytes=floor_s * gpu.bytes_per_s, launches=1)
 
 
 def _route(batch: int, shape: GptOssConfig) -> Work:

@@ -214,6 +214,21 @@ def test_measurements_replace_assumptions_and_only_theirs() -> None:
     assert not calibrate(elsewhere).laws[KernelClass.MOE_DECODE].measured
 
 
+def test_attention_is_fitted_by_its_floors_and_the_fastest_variant() -> None:
+    def attention(shape: str, floor_us: float, value_us: float, kernel: str = "decode full") -> Record:
+        more = {"kernel": kernel, "floor": floor_us, "extra": {"shape": shape}}
+        return Record("kernel", "", "TP1", H200.name, "c", "d", value_us, "us", **more)  # type: ignore[arg-type]
+
+    points = [(f"B={b} ctx=8192", 3.5 * b, 6.0 + 1.05 * 3.5 * b) for b in (1, 8, 32, 128)]
+    measured = [attention(f"{shape} s=16", floor, value) for shape, floor, value in points]
+    slower = [
+        attention(f"{shape} s=3", floor, value * 2, "decode full pdl") for shape, floor, value in points
+    ]
+    law = calibrate([*slower, *measured, *slower]).laws[KernelClass.ATTENTION_DECODE]
+    assert (law.points, law.compute) == (4, ASSUMED[KernelClass.ATTENTION_DECODE].compute)
+    assert (law.launch_s, law.memory) == pytest.approx((6e-6, 1.05), rel=1e-6)
+
+
 def _fields(record: Record) -> dict[str, object]:
     return {name: getattr(record, name) for name in Record.__dataclass_fields__}
 
