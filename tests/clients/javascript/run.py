@@ -2,9 +2,9 @@
 
     python tests/clients/javascript/run.py [--codex] [--compatibility-test FOLDER]
 
-Runs the Vercel AI SDK; with ``--codex`` Codex CLI (half a gigabyte); and OpenAI's own compatibility test, where
-the folder ``compatibility-test`` of openai/gpt-oss is given. Scripted workers write what a model should, so only
-the service is on trial.
+Runs the Vercel AI SDK; with ``--codex`` Codex CLI (half a gigabyte); and OpenAI's own compatibility test,
+where the folder ``compatibility-test`` of openai/gpt-oss is given. Scripted workers play the model,
+so only the service is on trial.
 """
 
 from __future__ import annotations
