@@ -135,6 +135,7 @@ class RouterStandIn:
         self.last_batch: dict[Peer, int] = {}
         self.acknowledge = True
         self.hold_prefill = False
+        self.aborted: set[str] = set()
         self.lost: list[Peer] = []
         self._random = random.Random(seed)
         self._names = itertools.count()
@@ -164,6 +165,7 @@ class RouterStandIn:
         return [self._random.randrange(fakes.VOCABULARY) for _ in range(length)]
 
     def abort(self, name: str, attempt: int = 99) -> None:
+        self.aborted.add(name)
         for peer in self.node.peers():
             self.node.send(peer, AbortRequest(name, attempt, "test"))
 
@@ -230,6 +232,9 @@ class RouterStandIn:
     def _prefill(self, request_id: str, attempt: int) -> None:
         outcome, ticket = self.requests[request_id], self.tickets[request_id]
         up = any(peer.role is Role.PREFILL for peer in self.node.peers())
+        # Prefill may hear of an abort first; decode then reserves once more, which a router no longer answers.
+        if request_id in self.aborted:
+            return
         if outcome.ended or ticket.attempt != attempt or self.hold_prefill or not up:
             return
         tokens = outcome.prompt + outcome.tokens

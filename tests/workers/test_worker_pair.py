@@ -199,6 +199,8 @@ def test_an_abort_at_prefill_alone_makes_decode_reserve_again(
     while network.held == 0:
         time.sleep(0.001)
     router.abort_at("prefill-0", name, attempt=1)
+    while not pair.prefill.status().counters.get("jobs_cancelled"):
+        time.sleep(0.001)
     network.release_held()
     router.wait(name, seconds=5)  # long before any timeout
     assert router.requests[name].attempts == [1, 2]
