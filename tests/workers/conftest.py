@@ -232,7 +232,7 @@ class RouterStandIn:
     def _prefill(self, request_id: str, attempt: int) -> None:
         outcome, ticket = self.requests[request_id], self.tickets[request_id]
         up = any(peer.role is Role.PREFILL for peer in self.node.peers())
-        # Prefill may hear of an abort first; decode then reserves once more, which a router no longer answers.
+        # Prefill may hear of an abort first; decode then reserves once more, and no router answers that.
         if request_id in self.aborted:
             return
         if outcome.ended or ticket.attempt != attempt or self.hold_prefill or not up:
