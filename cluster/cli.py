@@ -23,11 +23,13 @@ app = typer.Typer(
 checkpoint_app = typer.Typer(help="Look at and make checkpoints.", no_args_is_help=True)
 config_app = typer.Typer(help="Check and show deployment files.", no_args_is_help=True)
 harmony_app = typer.Typer(help="Render and parse the Harmony format.", no_args_is_help=True)
+kernels_app = typer.Typer(help="Build GPU kernels ahead of time.", no_args_is_help=True)
 app.command()(plan)
 app.add_typer(bench_app, name="bench")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
 app.add_typer(harmony_app, name="harmony")
+app.add_typer(kernels_app, name="kernels")
 
 
 def main() -> None:
@@ -164,6 +166,14 @@ def harmony_parse(
     from antiphon.cluster.cli_harmony import parse
 
     parse(answer, tools=tools, step_tokens=stream, cut_short=cut_short)
+
+
+@kernels_app.command("build")
+def kernels_build() -> None:
+    """Compile the CUDA libraries for sm_90a; needs nvcc. Workers only load what is built here."""
+    from antiphon.cluster.cli_kernels import build_kernels
+
+    build_kernels()
 
 
 if __name__ == "__main__":

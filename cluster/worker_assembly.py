@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from antiphon.configs.schema import DeploymentConfig
+from antiphon.configs.schema import DeploymentConfig, WorkerConfig
 from antiphon.decode_worker.worker import DecodeWorker
 from antiphon.engine.events import KvWritten, PagesReserved, PrefillStarted
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.settings import EngineSettings
 from antiphon.kv_transfer.transport import TransportFactory
 from antiphon.model.checkpoint.load import load_model
+from antiphon.model.forward import LanguageModel
 from antiphon.prefill_worker.worker import PrefillWorker
+from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Role
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -38,14 +43,13 @@ def assemble_worker(
     mine = config.prefill if role is Role.PREFILL else config.decode
     dtype = DTYPES[config.model.dtype]
     torch.set_num_threads(mine.cpu_threads)
-    model = load_model(
-        Path(config.model.path), dtype, device=mine.device, with_unembedding=role is Role.DECODE
-    )
+    model = _load(role, config, mine)
     settings = EngineSettings.resolve(
         mine,
         model.config,
         max_context_tokens=config.model.max_context_tokens,
         layer_groups=config.transfer.layer_groups,
+        decode_graphs=mine.device == "cuda" and role is Role.DECODE,
     )
 
     def make_engine(
@@ -70,3 +74,17 @@ def assemble_worker(
         cluster_token=cluster_token,
         transport_factory=transport_factory,
     )
+
+
+def _load(role: Role, config: DeploymentConfig, mine: WorkerConfig) -> LanguageModel:
+    """The plain model on a CPU, the fast one on a GPU."""
+    path, samples = Path(config.model.path), role is Role.DECODE
+    if mine.device == "cpu":
+        return load_model(path, DTYPES[config.model.dtype], with_unembedding=samples)
+    if config.model.dtype != "bfloat16":
+        raise ConfigError(f"model.dtype {config.model.dtype}: a GPU computes in bfloat16")
+    from antiphon.model.cuda_transformer import load_cuda_model  # loads Triton
+
+    model = load_cuda_model(path, with_unembedding=samples, resident_fp8=mine.fp8_experts == "resident")
+    _log.info("%s worker runs on the %s road", role, model.road)
+    return model
