@@ -81,9 +81,6 @@ class WorkerConfig(Section):
     fp8_experts: Literal["resident", "widened"] = "widened"
     """On a GPU, how long chunks get their FP8 experts: ``resident`` holds them beside the 4-bit weights
     (gpt-oss-20b: 19 GB more), ``widened`` makes them layer by layer from those (gpt-oss-120b on one card)."""
-    fp8_experts: Literal["resident", "widened"] = "widened"
-    """On a GPU, how long chunks get their FP8 experts: ``resident`` holds them beside the 4-bit weights
-    (gpt-oss-20b: 19 GB more), ``widened`` makes them layer by layer from those (gpt-oss-120b on one card)."""
 
 
 class TransferConfig(Section):
