@@ -186,8 +186,10 @@ def load_results(folder: Path = RESULTS) -> list[Record]:
     """Records of every file in ``folder`` that holds records; of one point the latest date wins.
 
     Raises:
-        RecordError: a file is no JSON, or a list that has an entry which is no record.
+        RecordError: there is no such folder, a file is no JSON, or a list has an entry which is no record.
     """
+    if not folder.is_dir():
+        raise RecordError(f"{folder}: no such folder of results")
     latest: dict[tuple[object, ...], Record] = {}
     for path in sorted(folder.glob("*.json")):
         entries = _read(path)

@@ -56,7 +56,8 @@ def test_growth_ends_with_a_plan_that_holds() -> None:
         (["--itl", "8"], "antiphon: itl '8': expected a positive time with its unit"),
         (["--rps", "0"], "antiphon: targets, rate, link and price must be positive"),
         (["--model", "gpt-2"], "antiphon: 'gpt-2' is not a known model shape"),
-        (["--results", "/nowhere", "--quantile", "2"], "antiphon: lengths are at least 1 token"),
+        (["--quantile", "2"], "antiphon: lengths are at least 1 token"),
+        (["--results", "/nowhere"], "antiphon: /nowhere: no such folder of results"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line_and_a_status(arguments: list[str], message: str) -> None:
