@@ -30,6 +30,8 @@ class ScriptedServer:
     """Sent as an event in place of the answer."""
     stall_until_s: float = 0.0
     """Loop time before which nothing is answered: the whole server stands still."""
+    written: list[list[float]] = field(default_factory=list)
+    """Of each stream, when each of its events was written, on the clock that the generator reads."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -75,6 +77,8 @@ class ScriptedServer:
         if self.nonsense is not None:
             writer.write(b"data: " + self.nonsense + b"\n\ndata: [DONE]\n\n")
             return
+        times: list[float] = []
+        self.written.append(times)
         for index, done in enumerate(range(0, tokens, self.tokens_per_event)):
             # Against the schedule, not after the last sleep, so that errors do not add up.
             await asyncio.sleep(arrived + self.first_s + index * self.gap_s - loop.time())
@@ -82,6 +86,7 @@ class ScriptedServer:
                 return
             piece = " word" * min(self.tokens_per_event, tokens - done)
             choice = {"text": piece} if "prompt" in body else {"delta": {"content": piece}}
+            times.append(loop.time())
             writer.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
             await writer.drain()
         usage = {"prompt_tokens": self.prompt_tokens(body), "completion_tokens": tokens}

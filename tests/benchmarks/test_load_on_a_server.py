@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 from collections.abc import Awaitable, Callable
@@ -19,7 +20,7 @@ from antiphon.benchmarks.serve.html import render_html
 
 Script = Callable[..., Awaitable[Any]]
 SLACK_S = 0.06
-"""What a busy machine may add to a sleep; the scripted delays are larger where it matters."""
+"""What a busy machine may put between a write and the read of it."""
 
 
 def options(url: str, **changes: object) -> Options:
@@ -31,15 +32,20 @@ def options(url: str, **changes: object) -> Options:
 
 async def test_latencies_are_those_of_the_script(script: Script) -> None:
     server = await script(first_s=0.1, gap_s=0.03)
-    _, document = await measure(options(server.url))
+    run, document = await measure(options(server.url))
     latency, requests = document["latency_s"], document["requests"]
     assert requests["answered"] == requests["measured"] == 12
     assert requests["input_length_differs"] == requests["output_length_differs"] == 0
     assert latency["itl"]["count"] == 12 * 5
-    assert 0.1 <= latency["ttft"]["p50"] <= 0.1 + SLACK_S
-    assert latency["tpot"]["p50"] == pytest.approx(0.03, abs=0.01)
-    assert 0.25 <= latency["e2e"]["p50"] <= 0.25 + SLACK_S
-    assert latency["e2e"]["p99"] >= latency["e2e"]["p50"]
+    # One clock: what the server wrote at a time was read just after it, however busy the machine is.
+    for seen, written in zip(run.observations, server.written, strict=True):
+        read = list(itertools.accumulate(seen.gaps_s, initial=seen.first_s))
+        assert all(0 <= after - before < SLACK_S for before, after in zip(written, read, strict=True))
+        assert seen.ttft_s >= 0.1
+    assert latency["tpot"]["p50"] == pytest.approx(0.03, rel=0.3)
+    assert latency["e2e"]["p50"] >= 0.25
+    intended = [seen.intended_s - run.began_s for seen in run.observations]
+    assert intended == pytest.approx([i / 40 for i in range(1, 13)])
 
 
 async def test_bodies_ask_for_exact_lengths(script: Script) -> None:
