@@ -307,7 +307,12 @@ class ScriptedGateway:
         request = worker.requests.get(request_id)
         if request is None or request.attempt != attempt:
             return
-        answer = self.script(request)
+        try:
+            answer = self.script(request)
+        except Exception as error:
+            # A script with a bug is a worker with one: the request fails with it, instead of hanging.
+            self._fail(worker, request, f"the script failed: {error!r}")
+            return
         limit = min(len(answer), request.sampling.max_tokens)
         position = len(request.output_token_ids)
         while position < limit:
@@ -315,10 +320,7 @@ class ScriptedGateway:
             if worker.requests.get(request_id) is not request:
                 return
             if worker.fail:
-                error = worker.fail.pop(0)
-                del worker.requests[request_id]
-                finish = Finish(FinishReason.ERROR, error=error)
-                self._batch(worker, TokenOutput(request_id, attempt, position, [], None, finish))
+                self._fail(worker, request, worker.fail.pop(0))
                 return
             tokens = answer[position : min(position + self.tokens_per_step, limit)]
             worker.progress[request_id] = position + len(tokens)
@@ -327,6 +329,12 @@ class ScriptedGateway:
                 del worker.requests[request_id]
             self._batch(worker, self._output(request, position, tokens, len(answer) if ends else None))
             position += len(tokens)
+
+    def _fail(self, worker: ScriptedWorker, request: GenerateRequest, error: str) -> None:
+        del worker.requests[request.request_id]
+        position = worker.progress[request.request_id]
+        finish = Finish(FinishReason.ERROR, error=error)
+        self._batch(worker, TokenOutput(request.request_id, request.attempt, position, [], None, finish))
 
     def _output(
         self, request: GenerateRequest, position: int, tokens: list[int], answer_length: int | None

@@ -57,6 +57,18 @@ async def test_before_the_first_byte_it_is_a_status(deploy):
             assert "memory" not in response.text
 
 
+async def test_a_worker_that_crashes_on_a_request_fails_it(deploy):
+    def crash(_) -> list[int]:
+        raise LookupError("no such weight")
+
+    deployment = await deploy(ScriptedGateway(crash), max_attempts=2)
+    response = await deployment.chat()
+    assert response.status_code == 500
+    assert "weight" not in response.text
+    assert len([m for m in deployment.workers.workers["d0"].sent if hasattr(m, "sampling")]) == 2
+    assert not deployment.server.open_requests
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_after_it_an_event_with_the_same_body(failing, path):
     response = await failing.http.post(path, json={"model": "tiny", "stream": True, **BODIES[path]})
