@@ -77,6 +77,7 @@ class ScriptedServer:
         if self.nonsense is not None:
             writer.write(b"data: " + self.nonsense + b"\n\ndata: [DONE]\n\n")
             return
+        kind = "text_completion" if "prompt" in body else "chat.completion.chunk"
         times: list[float] = []
         self.written.append(times)
         for index, done in enumerate(range(0, tokens, self.tokens_per_event)):
@@ -86,13 +87,13 @@ class ScriptedServer:
                 return
             piece = " word" * min(self.tokens_per_event, tokens - done)
             choice = {"text": piece} if "prompt" in body else {"delta": {"content": piece}}
+            chunk = {"object": kind, "choices": [choice]}
             times.append(loop.time())
-            writer.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+            writer.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             await writer.drain()
+        end = {"object": kind, "choices": []}
         usage = {"prompt_tokens": self.prompt_tokens(body), "completion_tokens": tokens}
-        writer.write(
-            b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n"
-        )
+        writer.write(b"data: " + json.dumps(end | {"usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
         await writer.drain()
 
     @staticmethod
