@@ -14,7 +14,7 @@ import orjson
 from antiphon.benchmarks.serve.arrivals import WorkloadError
 from antiphon.benchmarks.serve.observation import Observation, parse_server_timing
 from antiphon.benchmarks.serve.prompts import ids_of, text_of
-from antiphon.benchmarks.serve.stream import Endpoint, StreamFailed, post_stream
+from antiphon.benchmarks.serve.stream import Endpoint, StreamFailed, post_stream, resolve
 from antiphon.benchmarks.serve.workload import Segment, Turn
 from antiphon.protocol.errors import AntiphonError
 
@@ -84,6 +84,17 @@ class Client:
         self._target = target
         self._endpoint = Endpoint.parse(target.base_url, target.path, target.api_key)
         self._tls = ssl.create_default_context() if self._endpoint.tls else None
+
+    async def resolve(self) -> None:
+        """Look the host up once, before the first request.
+
+        Raises:
+            ServerUnusable: it has no address that takes a connection.
+        """
+        try:
+            self._endpoint = await resolve(self._endpoint)
+        except StreamFailed as error:
+            raise ServerUnusable(f"{self._target.base_url}: {error}") from error
 
     def body(self, prompt: dict[str, object], output_tokens: int) -> bytes:
         """The JSON of one request."""

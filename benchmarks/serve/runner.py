@@ -58,7 +58,7 @@ OnDone = Callable[[Observation], None]
 
 class _Runner:
     def __init__(self, target: Target, limits: Limits, on_done: OnDone | None) -> None:
-        self._client = Client(target)
+        self.client = Client(target)
         self._target = target
         self._slots = asyncio.Semaphore(limits.max_in_flight)
         self._in_flight = 0
@@ -70,7 +70,7 @@ class _Runner:
         conversation = Conversation(self._target)
         for number, turn in enumerate(session.turns):
             prompt, tokens = conversation.prompt(turn)
-            body = self._client.body(prompt, turn.output_tokens)
+            body = self.client.body(prompt, turn.output_tokens)
             await _sleep_until(intended_s)
             seen = Observation(index, number, intended_s, input_asked=tokens, output_asked=turn.output_tokens)
             self.run.observations.append(seen)
@@ -89,7 +89,7 @@ class _Runner:
             self._in_flight += 1
             self.run.peak_in_flight = max(self.run.peak_in_flight, self._in_flight)
             try:
-                return await self._client.send(seen, body)
+                return await self.client.send(seen, body)
             finally:
                 self._in_flight -= 1
                 if self._on_done is not None:
@@ -102,6 +102,7 @@ async def run_open_loop(
     """Send every session at its time; wait for answers at most ``limits.drain_s`` after the last."""
     runner = _Runner(target, limits, on_done)
     run = runner.run
+    await runner.client.resolve()
     async with _Watched(run):
         run.began_s = time.monotonic() + START_DELAY_S
         last_s = run.began_s + max(session.arrives_s for session in sessions)
@@ -122,6 +123,7 @@ async def run_closed_loop(
     """``users`` take the sessions in turn, each its next one as soon as the last is answered."""
     runner = _Runner(target, limits, on_done)
     run = runner.run
+    await runner.client.resolve()
     waiting = iter(enumerate(sessions))
 
     async def user() -> None:

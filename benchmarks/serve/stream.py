@@ -8,10 +8,11 @@ read and the clock.
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ import httptools
 from antiphon.benchmarks.serve.arrivals import WorkloadError
 
 MAX_ERROR_BYTES = 4096
+CONNECT_S = 5.0
 MAX_EVENT_BYTES = 8 * 1024 * 1024
 
 
@@ -36,6 +38,8 @@ class Endpoint:
     path: str
     tls: bool
     headers: tuple[tuple[str, str], ...] = ()
+    address: str | None = None
+    """What ``host`` was resolved to, so that no request waits for a name server."""
 
     @classmethod
     def parse(cls, base_url: str, path: str, api_key: str | None) -> Endpoint:
@@ -153,6 +157,27 @@ class _Answer(asyncio.Protocol):
             self.done.set_exception(StreamFailed(reason))
 
 
+async def resolve(endpoint: Endpoint) -> Endpoint:
+    """The endpoint with the first address of its host that takes a connection.
+
+    Raises:
+        StreamFailed: none does.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise StreamFailed(f"{endpoint.host}: {error.strerror or error}") from error
+    for address in dict.fromkeys(str(each[4][0]) for each in found):
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(address, endpoint.port), CONNECT_S)
+        except (OSError, TimeoutError):
+            continue  # such as ::1 where the server listens on 127.0.0.1 only
+        writer.close()
+        return replace(endpoint, address=address)
+    raise StreamFailed(f"{endpoint.host}:{endpoint.port}: no connection")
+
+
 async def post_stream(
     endpoint: Endpoint, body: bytes, on_event: OnEvent, timeout_s: float, tls: ssl.SSLContext | None = None
 ) -> tuple[Head, bytes]:
@@ -165,7 +190,13 @@ async def post_stream(
     answer = _Answer(endpoint.request(body), on_event)
     try:
         async with asyncio.timeout(timeout_s):
-            await loop.create_connection(lambda: answer, endpoint.host, endpoint.port, ssl=tls)
+            await loop.create_connection(
+                lambda: answer,
+                endpoint.address or endpoint.host,
+                endpoint.port,
+                ssl=tls,
+                server_hostname=endpoint.host if tls else None,
+            )
             await answer.done
     except TimeoutError as error:
         raise StreamFailed(f"timeout after {timeout_s:g} s") from error

@@ -28,8 +28,9 @@ class ScriptedServer:
     tokens_per_event: int = 1
     nonsense: bytes | None = None
     """Sent as an event in place of the answer."""
-    stall_until_s: float = 0.0
-    """Loop time before which nothing is answered: the whole server stands still."""
+    stall_s: float = 0.0
+    """From the first request on, how long the whole server stands still."""
+    stall_until_s: float | None = None
     written: list[list[float]] = field(default_factory=list)
     """Of each stream, when each of its events was written, on the clock that the generator reads."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -67,6 +68,8 @@ class ScriptedServer:
 
     async def stream(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         loop = asyncio.get_running_loop()
+        if self.stall_until_s is None:
+            self.stall_until_s = loop.time() + self.stall_s
         arrived = max(loop.time(), self.stall_until_s)
         tokens = body.get("max_tokens") or body.get("max_completion_tokens") or 16
         await asyncio.sleep(arrived + self.first_s - loop.time())

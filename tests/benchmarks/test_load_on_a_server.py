@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from antiphon.benchmarks.serve.arrivals import WorkloadError
-from antiphon.benchmarks.serve.client import ServerUnusable
-from antiphon.benchmarks.serve.command import Options, measure
+from antiphon.benchmarks.serve.client import ServerUnusable, prepare
+from antiphon.benchmarks.serve.command import Options, make_sessions, measure
 from antiphon.benchmarks.serve.html import render_html
+from antiphon.benchmarks.serve.runner import Limits, run_open_loop
 
 Script = Callable[..., Awaitable[Any]]
 SLACK_S = 0.06
@@ -84,8 +85,7 @@ async def test_turns_carry_the_conversation(script: Script) -> None:
 
 async def test_a_stall_shows_in_every_request_that_fell_into_it(script: Script) -> None:
     """With one request in flight at a time, those that queue behind the stall are slow, not absent."""
-    server = await script(first_s=0.0, gap_s=0.0)
-    server.stall_until_s = asyncio.get_running_loop().time() + 0.8
+    server = await script(first_s=0.0, gap_s=0.0, stall_s=0.8)
     _, document = await measure(options(server.url, requests=20, max_in_flight=1, output_tokens="1"))
     slow = [line["ttft_s"] for line in document["per_request"] if line["ttft_s"] > 0.1]
     # 20 requests intended within 0.5 s: a generator that waits before it counts would see one slow request.
@@ -224,6 +224,29 @@ async def test_a_trace_is_sent_as_it_was(script: Script, tmp_path: Path) -> None
     _, document = await measure(options(server.url, trace=trace, requests=None, time_scale=0.5))
     assert [len(body["prompt"]) for body in server.bodies] == [10, 11, 12, 13]
     assert [line["intended_s"] for line in document["per_request"]] == pytest.approx([0, 0.05, 0.1, 0.15])
+
+
+async def test_a_host_name_is_looked_up_once(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = await script(first_s=0.0, gap_s=0.0)
+    loop = asyncio.get_running_loop()
+    real, asked = loop.getaddrinfo, list[object]()
+
+    async def counted(host: Any, port: Any, **more: Any) -> Any:
+        asked.append(host)
+        return await real(host, port, **more)
+
+    target = await prepare(
+        server.url.replace("127.0.0.1", "localhost"),
+        kind=None,
+        model=None,
+        api_key=None,
+        force_length=True,
+        timeout_s=5.0,
+    )
+    monkeypatch.setattr(loop, "getaddrinfo", counted)
+    run = await run_open_loop(target, make_sessions(options(server.url)), Limits())
+    assert all(seen.ok for seen in run.observations)
+    assert asked.count("localhost") == 1
 
 
 async def test_servers_that_cannot_be_measured(script: Script) -> None:
