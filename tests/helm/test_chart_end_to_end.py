@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,12 @@ pytestmark = pytest.mark.e2e
 SCRIPTS = CHART / "files/scripts"
 KEY = "sk-0123456789abcdef"
 ANTIPHON = (sys.executable, "-m", "antiphon.cluster.cli")
-READY_S = 90.0
+READY_S = 120.0
+RAY_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "a-token-of-the-operator-" + "0" * 16,
+    "RAY_worker_niceness": "0",
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,56 +56,62 @@ def deployment_file(rendered: Release, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="module")
-def ray_address(rendered: Release) -> Iterator[str]:
-    """A Ray cluster whose nodes offer what the chart's groups do."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("RAY_AUTH_MODE", "token")
-    patch.setenv("RAY_AUTH_TOKEN", "a-token-of-the-operator-" + "0" * 16)
-    patch.setenv("RAY_worker_niceness", "0")
-    from ray.cluster_utils import Cluster
-
-    memory = 80_000_000
-    head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "object_store_memory": memory}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        for name, group in rendered.groups().items():
-            if name == "head":
-                continue
+def ray_nodes(rendered: Release) -> Iterator[tuple[str, psutil.Process]]:
+    """A Ray cluster whose nodes offer what the chart's groups do; yields its address and its process."""
+    offers: list[dict[str, Any]] = [{"num_cpus": 0, "num_gpus": 0}]
+    for name, group in rendered.groups().items():
+        if name != "head":
             start = group["rayStartParams"]
-            offer: dict[str, Any] = {
+            offer = {
                 "num_cpus": int(start["num-cpus"]),
                 "num_gpus": int(start["num-gpus"]),
                 "resources": json.loads(json.loads(start["resources"])),
             }
-            for _ in range(group["replicas"]):
-                cluster.add_node(**offer, object_store_memory=memory)
-        yield str(cluster.address)
-    finally:
-        cluster.shutdown()
-        patch.undo()
-
-
-@pytest.fixture(scope="module")
-def service(ray_address: str, deployment_file: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The supervisor as the pod starts it; yields the API's URL once it says that it is ready."""
-    process = subprocess.Popen(
-        [*ANTIPHON, "serve", "--config", str(deployment_file)],
-        # What `ray.address: auto` reads first; in a pod it is the cluster of the node.
-        env={**os.environ, "RAY_ADDRESS": ray_address},
+            offers += [offer] * group["replicas"]
+    nodes = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "rendering/ray_nodes.py"), json.dumps(offers)],
+        env={**os.environ, **RAY_ENVIRONMENT},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     )
     try:
-        assert process.stdout is not None
-        began = time.monotonic()
+        assert nodes.stdout is not None
+        yield _first_match(nodes, r"^(\S+:\d+)$"), psutil.Process(nodes.pid)
+    finally:
+        nodes.communicate(timeout=60)
+
+
+def _first_match(process: subprocess.Popen[str], pattern: str) -> str:
+    """What a process says in the line that it is ready with; it is killed when that takes too long."""
+    assert process.stdout is not None
+    timer = threading.Timer(READY_S, process.kill)
+    timer.start()
+    try:
         for line in process.stdout:
-            assert time.monotonic() - began < READY_S
-            if found := re.search(r"at (http://\S+)/v1", line):
-                yield found[1], process
-                break
-        else:
-            pytest.fail(f"the supervisor ended with {process.wait()}")
+            if found := re.search(pattern, line.rstrip()):
+                return found[1]
+    finally:
+        timer.cancel()
+    pytest.fail(f"{process.args} ended with {process.wait()} before it was ready")
+
+
+@pytest.fixture(scope="module")
+def service(
+    ray_nodes: tuple[str, psutil.Process], deployment_file: Path
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The supervisor as the pod starts it; yields the API's URL once it says that it is ready."""
+    process = subprocess.Popen(
+        [*ANTIPHON, "serve", "--config", str(deployment_file)],
+        # What `ray.address: auto` reads first; in a pod it is the cluster of the node.
+        env={**os.environ, **RAY_ENVIRONMENT, "RAY_ADDRESS": ray_nodes[0]},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield _first_match(process, r"at (http://\S+)/v1"), process
     finally:
         process.kill()
         process.communicate()
@@ -126,10 +138,10 @@ def test_the_service_answers_as_helm_test_asks(service: tuple[str, subprocess.Po
 
 
 def test_pods_wait_for_their_processes_until_the_supervisor_has_drained(
-    service: tuple[str, subprocess.Popen[str]], tmp_path: Path
+    service: tuple[str, subprocess.Popen[str]], ray_nodes: tuple[str, psutil.Process], tmp_path: Path
 ) -> None:
     url, supervisor = service
-    nodes = psutil.Process().children(recursive=True)
+    nodes = ray_nodes[1].children(recursive=True)
     titles = {p.pid: (p.cmdline() or [""])[0] for p in nodes if p.status() != psutil.STATUS_ZOMBIE}
     names = {"ray::PrefillActor", "ray::DecodeActor", "ray::RouterActor"}
     assert names <= set(titles.values())
