@@ -99,7 +99,11 @@ def main() -> int:
         install = [*pip, "install", "--quiet", "--no-compile", "--no-cache-dir"]
         subprocess.run([*install, "--require-hashes", "--requirement", str(LOCK)], check=True)
         build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-        subprocess.run([*build, "--wheel-dir", scratch, str(ROOT)], check=True)
+        # Not into the repository, where the next wheel would pick up what this one left.
+        extra = Path(scratch) / "build.cfg"
+        extra.write_text(f"[build]\nbuild_base = {scratch}/build\n")
+        told = {**os.environ, "DIST_EXTRA_CONFIG": str(extra)}
+        subprocess.run([*build, "--wheel-dir", scratch, str(ROOT)], check=True, env=told)
         (wheel,) = Path(scratch).glob("antiphon-*.whl")
         subprocess.run([*install, "--no-deps", str(wheel)], check=True)
         subprocess.run([python, "-c", IMPORTS], check=True, cwd=scratch)
