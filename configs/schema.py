@@ -6,6 +6,7 @@ Unknown keys are errors, units are in the names, and every key is documented whe
 from __future__ import annotations
 
 import datetime
+import re
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -276,9 +277,14 @@ def _set_dotted(tree: dict[str, object], dotted: str, value: object) -> None:
     node[leaf] = value
 
 
+_CREDENTIALS = re.compile(r"://[^/@\s]*@")
+"""User and password of a URL: an error says what is wrong without them."""
+
+
 def _describe(error: object) -> str:
     assert isinstance(error, dict)
     where = ".".join(str(part) for part in error["loc"]) or "deployment"
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key"
-    return f"{where}: {error['msg']} (got {error['input']!r})" if error["loc"] else f"{error['msg']}"
+    described = f"{where}: {error['msg']} (got {error['input']!r})" if error["loc"] else f"{error['msg']}"
+    return _CREDENTIALS.sub("://***@", described)

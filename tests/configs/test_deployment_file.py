@@ -1,0 +1,65 @@
+"""Reading a deployment file: every mistake is one error that names the file, the key and the value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from antiphon.configs.schema import load_deployment
+from antiphon.protocol.errors import ConfigError
+
+MODEL = "model: {path: somewhere/gpt-oss-tiny}\n"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "deployment.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_shipped_deployments_load() -> None:
+    files = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+    assert files
+    for path in files:
+        assert load_deployment(path).model.path
+
+
+def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
+    config = load_deployment(write(tmp_path, MODEL), {"router.port": 0, "decode.kv_cache.full_pages": 7})
+    assert (config.router.port, config.decode.kv_cache.full_pages) == (0, 7)
+    assert config.model.name == "gpt-oss-tiny"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (MODEL + "router: {prot: 1}\n", "router.prot: unknown key"),
+        (MODEL + "decode: {max_batch_size: 0}\n", "decode.max_batch_size"),
+        (MODEL + "router: {port: eighty}\n", "eighty"),
+        ("router: {port: 1}\n", "model"),
+        (MODEL + "prefill: {kv_cache: {page_size_tokens: 32}}\n", "prefill 32, decode 64"),
+        (MODEL + "prefill: {chunk_tokens: 100}\n", "prefill.chunk_tokens 100"),
+        ("- a list\n", "expected a mapping"),
+        ("model: {path: [\n", "not valid YAML"),
+    ],
+)
+def test_a_mistake_is_named(tmp_path: Path, text: str, named: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        load_deployment(path)
+    assert str(path) in str(error.value)
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):
+        load_deployment(tmp_path / "nowhere.yaml")
+
+
+def test_a_password_in_a_url_is_not_repeated(tmp_path: Path) -> None:
+    text = MODEL + "router: {response_store: {redis_url: 'http://user:hunter2@somewhere/0'}}\n"
+    with pytest.raises(ConfigError, match="redis_url") as error:
+        load_deployment(write(tmp_path, text))
+    assert "hunter2" not in str(error.value)
