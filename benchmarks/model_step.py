@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from antiphon.benchmarks.floors import decode_floor_ms
+from antiphon.benchmarks.records import checkout_commit, now
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
@@ -158,11 +160,20 @@ def main() -> None:
         flush=True,
     )
     rows: list[Record] = []
-    common = {"bench": "model_step", "model": options.model, "layout": "tp1", "unit": "ms"}
+    common: Record = {
+        "bench": "model_step",
+        "model": options.model,
+        "layout": "TP1",
+        "device": torch.cuda.get_device_name(),
+        "commit": checkout_commit(),
+        "date": now(),
+        "unit": "ms",
+    }
     for batch in (int(b) for b in options.batches.split(",") if b):
         value = time_decode(model, batch, options.context, profile=options.profile)
         print(f"decode batch {batch:4d} context {options.context}: {value:.3f} ms", flush=True)
-        rows.append({**common, "batch": batch, "context": options.context, "value": value})
+        floor = decode_floor_ms(config, batch, options.context)
+        rows.append({**common, "batch": batch, "context": options.context, "value": value, "floor": floor})
         torch.cuda.empty_cache()
     for tokens in (int(t) for t in options.prefill.split(",") if t):
         value = time_prefill(model, tokens)
