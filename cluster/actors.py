@@ -92,11 +92,19 @@ class WorkerActor:
             self.ROLE,
             self._worker_id,
             self._config,
-            bind_host=_bind_host(self._config),
+            bind_host=self._bind_host(),
             cluster_token=self._cluster_token,
             transport_factory=self.transport_factory,
         )
         return self._worker.start(topology)
+
+    def _bind_host(self) -> str:
+        """Where the worker listens: loopback in a private cluster, this node's own address in a shared one."""
+        if self._config.ray.address is None:
+            return "127.0.0.1"
+        import ray
+
+        return str(ray.util.get_node_ip_address())
 
     def _started(self) -> PrefillWorker | DecodeWorker:
         if self._worker is None:
@@ -190,12 +198,3 @@ class RouterActor:
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(drain=False)
-
-
-def _bind_host(config: DeploymentConfig) -> str:
-    """Where a worker listens: loopback in a private cluster, this node's own address in a shared one."""
-    if config.ray.address is None:
-        return "127.0.0.1"
-    import ray
-
-    return str(ray.util.get_node_ip_address())
