@@ -99,7 +99,7 @@ class WorkerActor:
         return self._worker.start(topology)
 
     def _bind_host(self) -> str:
-        """Where the worker listens: loopback in a private cluster, this node's own address in a shared one."""
+        """Where the worker listens: loopback in a private cluster, its node's own address in a shared one."""
         if self._config.ray.address is None:
             return "127.0.0.1"
         import ray
