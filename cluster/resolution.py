@@ -52,7 +52,8 @@ def max_context_tokens(config: DeploymentConfig, checkpoint_limit: int) -> int:
         ConfigError: the operator asks for more than the checkpoint or a cache can give.
     """
     limits = {"the checkpoint": checkpoint_limit}
-    for role, worker in (("prefill", config.prefill), ("decode", config.decode)):
+    pools = (("prefill", config.prefill), ("decode", config.decode))
+    for role, worker in pools if config.prefill.replicas else pools[1:]:
         cache = worker.kv_cache
         limits[f"{role}.kv_cache.full_pages"] = cache.full_pages * cache.page_size_tokens
     asked = config.model.max_context_tokens

@@ -6,6 +6,7 @@ Unknown keys are errors, units are in the names, and every key is documented whe
 from __future__ import annotations
 
 import datetime
+import math
 import re
 from pathlib import Path
 from typing import Literal
@@ -59,8 +60,8 @@ class KvCacheConfig(Section):
 class WorkerConfig(Section):
     """One pool of workers; prefill and decode have the same shape."""
 
-    replicas: int = pydantic.Field(1, ge=1)
-    """Workers of this role."""
+    replicas: int = pydantic.Field(1, ge=0)
+    """Workers of this role; 0 only of prefill, and only where decode workers compute every prompt."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model runs."""
     tensor_parallel: int = pydantic.Field(1, ge=1)
@@ -77,11 +78,24 @@ class WorkerConfig(Section):
     """Requests waiting inside a worker; beyond it a request is refused."""
     max_reservations_waiting: int = pydantic.Field(8, ge=1)
     """Decode only: reservations that may wait for their KV at one time."""
+    local_prefill: Literal["never", "short", "always"] = "never"
+    """Decode only: which prompts a decode worker computes itself, between its decode steps and in chunks of
+    ``chunk_tokens``: none, those of at most ``local_prefill_max_tokens``, or all. With ``always`` a worker is
+    a colocated engine, and prefill.replicas is 0."""
+    local_prefill_max_tokens: int = pydantic.Field(256, ge=1)
+    """Decode only: the longest prompt that ``local_prefill: short`` computes on the decode worker; tokens of
+    earlier attempts count with it."""
     cpu_threads: int = pydantic.Field(1, ge=1)
     """Torch threads of one CPU rank."""
     fp8_experts: Literal["resident", "widened"] = "widened"
     """On a GPU, how long chunks get their FP8 experts: ``resident`` holds them beside the 4-bit weights
     (gpt-oss-20b: 19 GB more), ``widened`` makes them layer by layer from those (gpt-oss-120b on one card)."""
+
+    @property
+    def local_prefill_limit_tokens(self) -> float:
+        """Longest prompt that a decode worker of this pool computes itself: 0 is none, infinity every one."""
+        limits = {"never": 0.0, "short": float(self.local_prefill_max_tokens), "always": math.inf}
+        return limits[self.local_prefill]
 
 
 class TransferConfig(Section):
@@ -232,8 +246,9 @@ class DeploymentConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _pools_agree(self) -> DeploymentConfig:
+        self._check_local_prefill()
         sizes = (self.prefill.kv_cache.page_size_tokens, self.decode.kv_cache.page_size_tokens)
-        if sizes[0] != sizes[1]:
+        if self.prefill.replicas and sizes[0] != sizes[1]:
             raise ValueError(f"kv_cache.page_size_tokens differs: prefill {sizes[0]}, decode {sizes[1]}")
         for role, worker in (("prefill", self.prefill), ("decode", self.decode)):
             page = worker.kv_cache.page_size_tokens
@@ -242,6 +257,17 @@ class DeploymentConfig(Section):
                     f"{role}.chunk_tokens {worker.chunk_tokens} is not a multiple of the page size {page}"
                 )
         return self
+
+    def _check_local_prefill(self) -> None:
+        if self.decode.replicas < 1:
+            raise ValueError("decode.replicas 0: a deployment has at least one decode worker")
+        if self.prefill.local_prefill != "never":
+            raise ValueError("prefill.local_prefill: only decode workers have a choice")
+        if (self.prefill.replicas == 0) != (self.decode.local_prefill == "always"):
+            raise ValueError(
+                f"prefill.replicas {self.prefill.replicas} with decode.local_prefill "
+                f"{self.decode.local_prefill}: either prefill workers or decode workers compute long prompts"
+            )
 
 
 def load_deployment(path: Path, overrides: dict[str, object] | None = None) -> DeploymentConfig:

@@ -15,6 +15,7 @@ from antiphon.decode_worker.requests import DecodeRequest
 from antiphon.engine.events import (
     EngineEvent,
     PagesReserved,
+    PrefillStarted,
     SequenceFinished,
     TokensSampled,
 )
@@ -54,8 +55,11 @@ class DecodeDispatch:
         node: LinkNode,
         greeter: PrefillGreeter,
         counters: Counter[str],
+        local_prefill_limit: float = 0,
     ) -> None:
+        """``local_prefill_limit``: prompts of at most so many tokens are computed here."""
         self.draining = False
+        self._local_prefill_limit = local_prefill_limit
         self._engine = engine
         self._node = node
         self._greeter = greeter
@@ -138,7 +142,7 @@ class DecodeDispatch:
     def _submit(self, request: DecodeRequest) -> None:
         message = request.message
         try:
-            self._engine.submit(request.for_engine())
+            self._engine.submit(request.for_engine(self._local_prefill_limit))
         except RequestRejected as error:
             refused = RequestRefused(message.request_id, request.attempt, error.reason, error.retryable)
             self._node.send(request.router, refused)
@@ -193,6 +197,19 @@ class DecodeDispatch:
             self.receiver.reserve((event.request_id, event.attempt))
         if not request.silent:
             reserved = Reserved(event.request_id, event.attempt, event.cached_tokens, ticket, event.reserve_s)
+            self._node.send(request.router, reserved)
+
+    def on_prefill_started(self, event: PrefillStarted) -> None:
+        """The engine holds pages and computes the prompt itself: there is nothing for the router to do."""
+        request = self._requests.get(event.request_id)
+        if request is None or request.ending:
+            return
+        request.attempt = event.attempt
+        self._counters["prompts_computed_here"] += 1
+        if not request.silent:
+            reserved = Reserved(
+                event.request_id, event.attempt, event.cached_tokens, None, event.queue_s, True
+            )
             self._node.send(request.router, reserved)
 
     def on_engine_events(self, events: list[EngineEvent]) -> None:

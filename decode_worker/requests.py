@@ -46,13 +46,15 @@ class DecodeRequest:
             return None
         return max(0.0, self.message.deadline_s - (time.monotonic() - self.received_at))
 
-    def for_engine(self) -> EngineRequest:
-        """What the engine is to do from here."""
+    def for_engine(self, local_prefill_limit: float) -> EngineRequest:
+        """What the engine is to do from here; it computes prompts of at most so many tokens itself."""
         message = self.message
+        tokens = len(message.prompt_token_ids) + len(self.emitted)
+        kind = RequestKind.COLOCATED if tokens <= local_prefill_limit else RequestKind.REMOTE_KV
         return EngineRequest(
             message.request_id,
             self.submitted_attempt,
-            RequestKind.REMOTE_KV,
+            kind,
             tuple(message.prompt_token_ids),
             tuple(self.emitted),
             message.sampling,

@@ -154,6 +154,8 @@ class DecodeWorker:
     def _on_scheduled(self, event: PagesReserved | PrefillStarted) -> None:
         if isinstance(event, PagesReserved):
             self._thread.post(lambda: self._running_dispatch().on_reserved(event))
+        else:
+            self._thread.post(lambda: self._running_dispatch().on_prefill_started(event))
 
     def _on_events(self, events: list[EngineEvent]) -> None:
         self._thread.post(lambda: self._running_dispatch().on_engine_events(events))
@@ -170,6 +172,11 @@ class DecodeWorker:
             self._thread.post(self._node.close)
 
     # ------------------------------------------------------------------------------------------ link thread
+
+    @property
+    def _alone(self) -> bool:
+        """Computes every prompt itself, so that no prefill worker is waited for."""
+        return self._greeter is not None and self._config.decode.local_prefill == "always"
 
     def _running_dispatch(self) -> DecodeDispatch:
         if self._dispatch is None:
@@ -190,7 +197,8 @@ class DecodeWorker:
             self._counters,
             probe_timeout_s=transfer.completion_timeout_s,
         )
-        self._dispatch = DecodeDispatch(self._engine, self._node, self._greeter, self._counters)
+        limit = self._config.decode.local_prefill_limit_tokens
+        self._dispatch = DecodeDispatch(self._engine, self._node, self._greeter, self._counters, limit)
         receiver = KvReceiver(
             self._address.epoch,
             transfer.completion_timeout_s,
@@ -259,6 +267,7 @@ class DecodeWorker:
             snapshot.total_pages,
             snapshot.queued_prefill_tokens,
             self._running_dispatch().draining,
+            computes_prompts=self._alone,
         )
         for peer in self._node.peers():
             if peer.role is Role.ROUTER:
@@ -274,8 +283,8 @@ class DecodeWorker:
             role=Role.DECODE,
             epoch=self._address.epoch,
             endpoint=self._address.endpoint,
-            ready=bool(ready) and self._failed is None,
-            detail=greeter.detail() if greeter is not None else "not started",
+            ready=(bool(ready) or self._alone) and self._failed is None,
+            detail="" if self._alone else greeter.detail() if greeter is not None else "not started",
             draining=dispatch.draining,
             failed=self._failed,
             requests=len(dispatch),

@@ -50,7 +50,11 @@ class KvWritten:
 
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
-    """A PREFILL_ONLY request left the queue: its chunks are known now, before the first is computed."""
+    """A PREFILL_ONLY or COLOCATED request left the queue, and its first chunk is about to be computed.
+
+    The chunks of a PREFILL_ONLY request are as many as said here; those of a COLOCATED one may be smaller and
+    more, since they share a step's tokens.
+    """
 
     request_id: str
     attempt: int

@@ -129,7 +129,7 @@ class Ledger:
         sequence.queued_s = now
         self._counters["preemptions"] += 1
 
-    def admitted(self, sequence: Sequence, now: float) -> PagesReserved | PrefillStarted | None:
+    def admitted(self, sequence: Sequence, now: float) -> PagesReserved | PrefillStarted:
         """The scheduler gave a sequence its pages; what its owner must know about that."""
         waited = now - sequence.queued_s
         sequence.started_s = now
@@ -137,15 +137,13 @@ class Ledger:
             self._runnable(sequence, now)
         if sequence.kind is RequestKind.REMOTE_KV:
             return self._reserved(sequence, waited)
-        if sequence.kind is RequestKind.PREFILL_ONLY:
-            return PrefillStarted(
-                sequence.request.request_id,
-                sequence.attempt,
-                sequence.cached_tokens,
-                self.scheduler.chunks(sequence),
-                waited,
-            )
-        return None
+        return PrefillStarted(
+            sequence.request.request_id,
+            sequence.attempt,
+            sequence.cached_tokens,
+            self.scheduler.chunks(sequence),
+            waited,
+        )
 
     @staticmethod
     def _runnable(sequence: Sequence, now: float) -> None:

@@ -137,10 +137,9 @@ class EngineLoop:
             self._events.append(SequencePreempted(sequence.request.request_id, attempt))
         for sequence in plan.admitted:
             event = self._ledger.admitted(sequence, now)
-            if event is not None:
-                self._events.append(event)
-                if self._on_scheduled is not None:
-                    self._on_scheduled(event)
+            self._events.append(event)
+            if self._on_scheduled is not None:
+                self._on_scheduled(event)
         return plan
 
     def _launch(self, plan: StepPlan) -> InFlight | None:

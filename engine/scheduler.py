@@ -193,8 +193,8 @@ class Scheduler:
         sequence.planned_tokens = sequence.computed_tokens
 
     def chunks(self, sequence: Sequence) -> int:
-        """Chunks of an admitted PREFILL_ONLY sequence: at least one, even with nothing to compute."""
-        missing = sequence.kv_target - sequence.cached_tokens
+        """Chunks of an admitted sequence that is prefilled here: at least one, even if nothing is missing."""
+        missing = sequence.prefill_target - sequence.cached_tokens
         return max(1, -(-missing // self._settings.chunk_tokens))
 
     # ------------------------------------------------------------------------------------------- planning

@@ -7,10 +7,12 @@ from enum import StrEnum
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of every message in this package. History:
 
 1: first form.
+2: decode workers may compute prompts themselves (LoadReport.computes_prompts, Reserved.computes_prompt);
+   a probe's bytes follow from the writer's epoch (KvProbe), and ranks of a worker speak to each other.
 """
 
 

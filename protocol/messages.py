@@ -97,6 +97,8 @@ class LoadReport(Message, frozen=True):
 
     The router pairs a prefill worker with these alone; a deployment is ready once there is such a pair.
     """
+    computes_prompts: bool = False
+    """Decode only: computes every prompt itself, so that it needs no prefill worker."""
 
 
 # -------------------------------------------------------------------------------------- router -> decode
@@ -171,6 +173,8 @@ class Reserved(Message, frozen=True):
     cached_tokens: int
     ticket: KvTicket | None
     reserve_s: float
+    computes_prompt: bool = False
+    """The decode worker computes the missing KV itself; ``ticket`` is None then."""
 
 
 class Finish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -238,7 +238,10 @@ def _add_operations(app: FastAPI, context: ApiContext, is_draining: Callable[[],
 
     @app.get("/ready", tags=["Operations"], openapi_extra=about)
     async def ready() -> Response:
-        """A prefill and a decode worker have moved a test page, and requests are taken."""
+        """A prefill and a decode worker have moved a test page, and requests are taken.
+
+        A decode worker that computes prompts itself is named as both.
+        """
         if is_draining():
             raise unavailable("The server is shutting down.", 5)
         pairs = context.dispatcher.fleet.pairs()

@@ -63,7 +63,7 @@ class Dispatcher:
 
     @property
     def ready(self) -> bool:
-        """A prefill and a decode worker have moved a test page and take work."""
+        """Workers take work: two that have moved a test page, or a decode worker that needs no other."""
         return bool(self.fleet.pairs())
 
     @property
@@ -151,7 +151,8 @@ class Dispatcher:
         generation.refused_by.clear()
         generation.ticket = message.ticket
         if message.ticket is None:
-            self._metrics.disagg_decisions.labels("no_prefill", "nothing_missing").inc()
+            why = "computed_by_decode" if message.computes_prompt else "nothing_missing"
+            self._metrics.disagg_decisions.labels("no_prefill", why).inc()
             generation.move(GenerationState.DECODING)
             return
         generation.move(GenerationState.PREFILLING)

@@ -93,8 +93,15 @@ class Fleet:
         self._metrics.ready_pairs.set(len(self.pairs()))
 
     def pairs(self) -> list[tuple[str, str]]:
-        """(prefill, decode) ids that have moved a test page and both take work."""
-        found = []
+        """(prefill, decode) ids that have moved a test page and both take work.
+
+        A decode worker that computes every prompt itself is a pair with itself.
+        """
+        found = [
+            (view.address.worker_id, view.address.worker_id)
+            for view in self._of_role(Role.DECODE)
+            if view.accepts_work and view.report is not None and view.report.computes_prompts
+        ]
         for prefill in self._of_role(Role.PREFILL):
             if not prefill.accepts_work or prefill.report is None:
                 continue
@@ -107,7 +114,7 @@ class Fleet:
     def decode_candidates(
         self, prefix_keys: list[bytes], excluded: Collection[str], now: float
     ) -> list[DecodeCandidate]:
-        """Decode workers that have a prefill worker to work with."""
+        """Decode workers that have a prefill worker to work with, or need none."""
         usable = {decode for _, decode in self.pairs()}
         return [
             DecodeCandidate(
@@ -123,7 +130,7 @@ class Fleet:
         self, decode_worker_id: str, prefix_keys: list[bytes], excluded: Collection[str], now: float
     ) -> list[PrefillCandidate]:
         """Prefill workers that can ship to this decode worker."""
-        usable = {prefill for prefill, decode in self.pairs() if decode == decode_worker_id}
+        usable = {prefill for prefill, decode in self.pairs() if prefill != decode == decode_worker_id}
         return [
             PrefillCandidate(
                 worker_id=view.address.worker_id,

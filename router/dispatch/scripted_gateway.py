@@ -134,15 +134,17 @@ class ScriptedGateway:
                 }
                 figures |= {"queued_prefill_tokens": 0} | load
                 is_prefill = worker.address.role is Role.PREFILL
-                self._say(
-                    worker,
-                    LoadReport(
-                        epoch=worker.address.epoch,
-                        draining=worker.draining,
-                        kv_peers=peers if is_prefill else {},
-                        **figures,
-                    ),
+                report = LoadReport(
+                    epoch=worker.address.epoch,
+                    running=figures["running"],
+                    waiting=figures["waiting"],
+                    free_pages=figures["free_pages"],
+                    total_pages=figures["total_pages"],
+                    queued_prefill_tokens=figures["queued_prefill_tokens"],
+                    draining=worker.draining,
+                    kv_peers=peers if is_prefill else {},
                 )
+                self._say(worker, report)
 
     def kill(self, worker_id: str, reason: str = "killed by the script") -> None:
         """End a worker's life; what it held is gone."""

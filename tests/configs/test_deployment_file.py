@@ -40,6 +40,10 @@ def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
         ("router: {port: 1}\n", "model"),
         (MODEL + "prefill: {kv_cache: {page_size_tokens: 32}}\n", "prefill 32, decode 64"),
         (MODEL + "prefill: {chunk_tokens: 100}\n", "prefill.chunk_tokens 100"),
+        (MODEL + "prefill: {replicas: 0}\n", "prefill.replicas 0 with decode.local_prefill never"),
+        (MODEL + "decode: {local_prefill: always}\n", "prefill.replicas 1 with decode.local_prefill always"),
+        (MODEL + "decode: {replicas: 0}\n", "at least one decode worker"),
+        (MODEL + "prefill: {local_prefill: short}\n", "only decode workers have a choice"),
         ("- a list\n", "expected a mapping"),
         ("model: {path: [\n", "not valid YAML"),
     ],
@@ -51,6 +55,17 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, named: str) -> None:
     assert str(path) in str(error.value)
     assert named in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_colocated_deployment_has_no_prefill_workers(tmp_path: Path) -> None:
+    text = (
+        MODEL + "prefill: {replicas: 0}\ndecode: {local_prefill: always, kv_cache: {page_size_tokens: 32}}\n"
+    )
+    config = load_deployment(write(tmp_path, text))
+    assert config.decode.local_prefill_limit_tokens == float("inf")
+    short = load_deployment(write(tmp_path, MODEL + "decode: {local_prefill: short}\n")).decode
+    assert short.local_prefill_limit_tokens == short.local_prefill_max_tokens
+    assert load_deployment(write(tmp_path, MODEL)).decode.local_prefill_limit_tokens == 0
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

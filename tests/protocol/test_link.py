@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.protocol import link_wire
 from antiphon.protocol.errors import ConfigError
-from antiphon.protocol.identity import Role, WorkerAddress
+from antiphon.protocol.identity import PROTOCOL_VERSION, Role, WorkerAddress
 from antiphon.protocol.link import LinkNode, LinkSettings, Peer
 from antiphon.protocol.messages import AbortRequest, AnyMessage, TokensAck
 
@@ -218,7 +218,8 @@ async def test_another_protocol_version_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(router.node._keys, "greet", old_greet)
     async with ends(decode, router):
         peer = router.node.connect(decode.listen())
-        await until(lambda: "protocol version 1 here, 0 at router-0" in router.node.detail(peer))
+        said = f"protocol version {PROTOCOL_VERSION} here, 0 at router-0"
+        await until(lambda: said in router.node.detail(peer))
         assert not decode.saw.up
 
 

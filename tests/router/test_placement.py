@@ -154,6 +154,15 @@ def test_only_workers_that_moved_a_test_page_are_paired(fleet):
     assert [c.worker_id for c in fleet.prefill_candidates("d1", [], (), 0)] == ["p1"]
 
 
+def test_a_decode_worker_that_computes_prompts_is_a_pair_with_itself(fleet):
+    fleet.take_report("d0", LoadReport(1, 0, 0, 90, 100, 0, computes_prompts=True))
+    assert fleet.pairs() == [("d0", "d0")]
+    assert [c.worker_id for c in fleet.decode_candidates([], (), 0)] == ["d0"]
+    assert fleet.prefill_candidates("d0", [], (), 0) == []
+    fleet.take_report("d0", LoadReport(1, 0, 0, 90, 100, 0, draining=True, computes_prompts=True))
+    assert fleet.pairs() == []
+
+
 def test_a_pairing_with_an_earlier_life_does_not_count(fleet):
     fleet.take_report("p0", report(d0=7))
     assert fleet.pairs() == []
