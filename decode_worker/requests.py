@@ -61,4 +61,5 @@ class DecodeRequest:
             message.priority,
             self.deadline_s(),
             message.cache_salt,
+            message.grammar,
         )

@@ -20,6 +20,7 @@ from antiphon.engine.sampling_math import (
     scaled_weights,
 )
 from antiphon.engine.step_memory import INVERSE_TEMPERATURE, MIN_P, TOP_K, TOP_P, UNIFORM, StepMemory
+from antiphon.engine.token_masks import TokenMasks, forbid
 from antiphon.protocol.messages import SamplingParams
 
 STATUS_COLUMN, CHOSEN_COLUMN, TOP_COLUMN = 1, 2, 3
@@ -74,6 +75,7 @@ class Wishes:
 
     Attributes:
         adjustments: None when no row asks for any.
+        masks: what grammars allow; None when no row has one.
         asked: rows that want log-probabilities, [n] int64; most: of how many best tokens at most.
     """
 
@@ -81,6 +83,7 @@ class Wishes:
     adjustments: Adjustments | None
     asked: np.ndarray
     most: int
+    masks: TokenMasks | None = None
 
     @property
     def uniform_way(self) -> Way | None:
@@ -116,6 +119,9 @@ def choose(memory: StepMemory, logits: Tensor, wishes: Wishes) -> Tensor:
     adjusted, tokens = logits, best
     if wishes.adjustments is not None:
         adjusted = _adjust(memory, logits, wishes.adjustments)
+    if wishes.masks is not None and len(wishes.masks.rows):
+        adjusted = forbid(adjusted, memory.send(wishes.masks.rows), memory.send(wishes.masks.bits))
+    if adjusted is not logits:
         tokens = lowest_best(adjusted)
     for group in wishes.groups:
         if group.way is not Way.GREEDY:

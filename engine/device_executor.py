@@ -16,8 +16,9 @@ from antiphon.engine.batch import Work, build_host_batch
 from antiphon.engine.batch_rows import BatchRows
 from antiphon.engine.decode_graphs import DecodeGraphs, table_pages
 from antiphon.engine.device_runtime import Completion, DeviceRuntime, runtime_for
-from antiphon.engine.device_sampler import DeviceSampler
-from antiphon.engine.executor import Finished, LaunchedStep, layer_hook
+from antiphon.engine.device_sampler import DeviceSampler, StepSampling
+from antiphon.engine.executor import Finished, LaunchedStep, grammars, layer_hook
+from antiphon.engine.grammar import OutputGrammar, step_masks
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.engine.sampler import Choice
 from antiphon.engine.settings import EngineSettings
@@ -34,6 +35,14 @@ class _Launched:
     completion: Completion
     host: HostMemory
     read: Callable[[Completion], list[Choice]]
+    sample: Callable[[], tuple[Completion, Callable[[Completion], list[Choice]]]] | None = None
+    """Submits the choice of tokens, which waits for a grammar; what to wait for and to read then."""
+
+    def go_on(self) -> None:
+        """See ``LaunchedStep``."""
+        if self.sample is not None:
+            self.completion, self.read = self.sample()
+            self.host.in_use, self.sample = self.completion, None
 
     def result(self) -> list[Choice]:
         """See ``LaunchedStep``; once."""
@@ -104,6 +113,10 @@ class DeviceExecutor:
             forward = self._prepare_eager(work, rows, sources, on_layer_group)
             tail = None
 
+        constrained = list(grammars(zip(rows.tolist(), sampled, strict=True)))
+        if constrained:
+            return self._launch_constrained(forward, sampling, constrained, host)
+
         def issue() -> None:
             sampling.send()
             hidden = forward()
@@ -115,6 +128,34 @@ class DeviceExecutor:
 
         host.in_use = self._runtime.submit(issue)
         return _Launched(host.in_use, host, sampling.read)
+
+    def _launch_constrained(
+        self,
+        forward: Callable[[], Tensor],
+        sampling: StepSampling,
+        constrained: list[tuple[int, OutputGrammar]],
+        host: HostMemory,
+    ) -> LaunchedStep:
+        """Compute now; choose once the tokens before are known, and with them what the grammars allow.
+
+        The host reads those tokens and finds the masks while the device computes this step.
+        """
+        hidden: list[Tensor] = []
+
+        def compute() -> None:
+            sampling.send()
+            hidden.append(forward())
+
+        def sample() -> tuple[Completion, Callable[[Completion], list[Choice]]]:
+            chosen = sampling.constrained(step_masks(constrained))
+
+            def choose() -> None:
+                chosen.fetch(chosen.choose(self._model.logits(hidden[0])))
+
+            return self._runtime.submit(choose), chosen.read
+
+        host.in_use = self._runtime.submit(compute)
+        return _Launched(host.in_use, host, sampling.read, sample)
 
     def _prepare_eager(
         self,

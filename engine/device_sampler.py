@@ -42,6 +42,7 @@ from antiphon.engine.step_memory import (
     HostMemory,
     StepMemory,
 )
+from antiphon.engine.token_masks import TokenMasks
 from antiphon.protocol.messages import SamplingParams, TokenLogprobs
 
 
@@ -68,6 +69,10 @@ class StepSampling:
     def fetch(self, result: Tensor) -> None:
         """Issue the copy of the result to the host."""
         self.arrived.copy_(result, non_blocking=True)
+
+    def constrained(self, masks: TokenMasks | None) -> StepSampling:
+        """The same, within what grammars allow."""
+        return replace(self, wishes=replace(self.wishes, masks=masks))
 
     def read(self, completion: Completion) -> list[Choice]:
         """Wait for the result, and say what was chosen for each item of the work."""
@@ -181,11 +186,14 @@ class DeviceSampler:
         values, rows = step.arrived.numpy(), step.rows
         tokens = values[rows, 0].astype(np.int64).tolist()
         statuses = values[rows, STATUS_COLUMN]
-        if not len(step.wishes.asked) and not statuses.any():
+        errors = step.wishes.masks.errors if step.wishes.masks is not None else {}
+        if not len(step.wishes.asked) and not statuses.any() and not errors:
             return [Choice(token) for token in tokens]
         choices = []
         for item, row, token, status in zip(step.work, rows.tolist(), tokens, statuses.tolist(), strict=True):
-            if status == UNDECIDED:
+            if row in errors:
+                choices.append(Choice(None, error=errors[row]))
+            elif status == UNDECIDED:
                 self._forget(item.sequence)
                 choices.append(Choice(None, undecided=True))
             elif status == NOT_FINITE:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from antiphon.engine.batch import Work, build_forward_batch
+from antiphon.engine.grammar import OutputGrammar, step_masks
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.engine.sampler import Choice, SamplingRow, sample
 from antiphon.model.forward import LanguageModel
@@ -17,6 +18,10 @@ from antiphon.protocol.messages import SamplingParams
 
 class LaunchedStep(Protocol):
     """A step on its way."""
+
+    def go_on(self) -> None:
+        """The step before this one is committed: do what had to wait for its tokens. Called once, before
+        ``result`` and before the next step is launched."""
 
     def result(self) -> list[Choice]:
         """Wait until the step has retired: no page that it references is read or written any more.
@@ -50,6 +55,9 @@ class Finished:
     """A step that was over when it was launched."""
 
     choices: list[Choice]
+
+    def go_on(self) -> None:
+        """Nothing waits."""
 
     def result(self) -> list[Choice]:
         """The choices."""
@@ -103,10 +111,19 @@ class StepExecutor:
             last = batch.full.query_start[1:].long() - 1
             rows = last[torch.tensor(sampling, device=device)]
             logits = self._model.logits(hidden[rows])
-            choices = sample(logits, [sampling_row(work[index]) for index in sampling])
+            sampled = [work[index] for index in sampling]
+            masks = step_masks(list(grammars(enumerate(sampled))))
+            choices = sample(logits, [sampling_row(item) for item in sampled], masks)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         return Finished(choices)
+
+
+def grammars(rows: Iterable[tuple[int, Work]]) -> Iterator[tuple[int, OutputGrammar]]:
+    """The rows whose output has a grammar, with it."""
+    for row, item in rows:
+        if item.sequence.grammar is not None:
+            yield row, item.sequence.grammar
 
 
 def sampling_row(work: Work) -> SamplingRow:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from antiphon.engine.grammar import OutputGrammar
 from antiphon.engine.rejection import RequestRejected
 from antiphon.engine.requests import EngineRequest, RequestKind
 from antiphon.engine.settings import EngineSettings
+from antiphon.protocol.grammar import GrammarSpec
 from antiphon.protocol.messages import SamplingParams
 
 
@@ -18,6 +20,7 @@ class Submit:
     request: EngineRequest
     arrival: int
     submitted_s: float
+    grammar: OutputGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,10 @@ def check_request(request: EngineRequest, settings: EngineSettings) -> None:
         problem = _sampling_problem(request.sampling, len(request.output_token_ids), settings.vocab_size)
         if problem:
             reject(problem)
+    if request.grammar is not None:
+        problem = _grammar_problem(request.grammar, request.sampling)
+        if problem:
+            reject(problem)
 
 
 def _sampling_problem(params: SamplingParams, emitted: int, vocabulary: int) -> str | None:
@@ -118,6 +125,14 @@ def _sampling_problem(params: SamplingParams, emitted: int, vocabulary: int) -> 
     return next((problem for passed, problem in checks if not passed), None)
 
 
+def _grammar_problem(grammar: GrammarSpec, params: SamplingParams | None) -> str | None:
+    if params is None:
+        return "a request that samples nothing has a grammar"
+    if params.ignore_eos or params.min_tokens:
+        return "ignore_eos and min_tokens contradict a grammar, which says where the output ends"
+    return grammar.problem()
+
+
 class Inbox:
     """Commands on their way to the engine thread, and who is live as those who gave them see it.
 
@@ -134,7 +149,7 @@ class Inbox:
         self._queued = 0
         self._arrivals = 0
 
-    def submit(self, request: EngineRequest, now_s: float) -> None:
+    def submit(self, request: EngineRequest, now_s: float, grammar: OutputGrammar | None = None) -> None:
         """Append a checked request.
 
         Raises:
@@ -153,7 +168,7 @@ class Inbox:
             self._live[request.request_id] = request.attempt
             self._queued += 1
             self._arrivals += 1
-            self._append(Submit(request, self._arrivals, now_s))
+            self._append(Submit(request, self._arrivals, now_s, grammar))
 
     def give(self, command: Abort | KvReady | KvLost | Release | ReleaseQuarantined) -> None:
         """Append any other command."""

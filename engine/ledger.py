@@ -20,6 +20,7 @@ from antiphon.engine.events import (
     SequenceFinished,
     TokensSampled,
 )
+from antiphon.engine.grammar_compiler import GrammarError
 from antiphon.engine.requests import RequestKind
 from antiphon.engine.sampler import Choice
 from antiphon.engine.scheduler import Scheduler
@@ -90,7 +91,7 @@ class Ledger:
 
     def _take(self, command: intake.Submit, now: float) -> list[EngineEvent]:
         request = command.request
-        sequence = Sequence(request, command.arrival, command.submitted_s)
+        sequence = Sequence(request, command.arrival, command.submitted_s, command.grammar)
         self._sequences[request.request_id] = sequence
         self.scheduler.enqueue(sequence)
         if sequence.deadline_s is not None:
@@ -199,6 +200,8 @@ class Ledger:
             return [PrefillComputed(sequence.request.request_id, sequence.attempt, now - started)]
         if choice is None:
             return []
+        if choice.error is not None:
+            return [self._finish(sequence, FinishReason.GRAMMAR, now, error=choice.error)]
         if choice.undecided:
             sequence.sorts_whole_row = True
             self.scheduler.void(sequence, step)
@@ -220,6 +223,11 @@ class Ledger:
         events: list[EngineEvent] = [
             TokensSampled(request_id, sequence.attempt, position, (token,), logprobs)
         ]
+        if sequence.grammar is not None:
+            try:
+                sequence.grammar.state.advance(token)
+            except GrammarError as error:
+                return [*events, self._finish(sequence, FinishReason.GRAMMAR, now, error=str(error))]
         reason = self._stop_reason(sequence, token)
         if reason is not None:
             stop = token if reason is FinishReason.STOP else None

@@ -12,8 +12,11 @@ from antiphon.engine import intake
 from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, PrefillStarted, SequencePreempted
 from antiphon.engine.executor import Executor, LaunchedStep
 from antiphon.engine.executors import make_executor
+from antiphon.engine.grammar import OutputGrammar
+from antiphon.engine.grammar_compiler import GrammarCompiler
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.engine.ledger import Ledger
+from antiphon.engine.rejection import RequestRejected
 from antiphon.engine.requests import EngineRequest
 from antiphon.engine.sampler import Choice
 from antiphon.engine.scheduler import StepPlan
@@ -54,6 +57,7 @@ class EngineLoop:
             layer group was issued. On a CUDA device the reader must order itself after the current stream.
             ``step`` returns the same events later.
         clock: monotonic seconds.
+        grammars: compiles the grammars of requests; absent, a request with one is refused.
         executor: computes steps; absent, the one that the settings ask for. ``executor.road`` says which.
     """
 
@@ -68,9 +72,11 @@ class EngineLoop:
         on_scheduled: Callable[[PagesReserved | PrefillStarted], None] | None = None,
         on_kv_written: Callable[[KvWritten], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        grammars: GrammarCompiler | None = None,
         executor: Callable[[LanguageModel, PagedKvCache, EngineSettings], Executor] = make_executor,
     ) -> None:
         self.settings = settings
+        self._grammars = grammars
         self.kv_cache = PagedKvCache(
             model.config,
             full_pages=settings.full_pages,
@@ -106,6 +112,7 @@ class EngineLoop:
     def _plain_step(self) -> list[EngineEvent]:
         self._intake()
         current = self._launch(self._schedule())
+        _go_on(current)
         choices = self._wait(current)
         self._intake()
         self._commit(current, choices)
@@ -118,6 +125,7 @@ class EngineLoop:
         choices = self._wait(current)
         self._intake()
         self._commit(current, choices)
+        _go_on(self._in_flight)
         return self._settle(at_rest=current is None and self._in_flight is None)
 
     def _intake(self) -> None:
@@ -222,7 +230,14 @@ class EngineLoop:
                 now (queue full: ``retryable``).
         """
         intake.check_request(request, self.settings)
-        self._inbox.submit(request, self._clock())
+        grammar = None
+        if request.grammar is not None:
+            if self._grammars is None:
+                raise RequestRejected(
+                    request.request_id, "this engine has no vocabulary to follow a grammar by"
+                )
+            grammar = OutputGrammar(self._grammars.compile(request.grammar), request.output_token_ids)
+        self._inbox.submit(request, self._clock(), grammar)
 
     def abort(self, request_id: str, attempt_limit: int, *, writer_granted: bool = False) -> None:
         """End the request if it was submitted with an attempt up to ``attempt_limit``; else nothing happens.
@@ -271,3 +286,9 @@ class EngineLoop:
     def snapshot(self) -> EngineSnapshot:
         """Counts as of the end of the last step, with the requests waiting now."""
         return self._snapshot.with_waiting(self._inbox.queued)
+
+
+def _go_on(step: InFlight | None) -> None:
+    """The tokens before a launched step are known: it can be completed."""
+    if step is not None:
+        step.launched.go_on()

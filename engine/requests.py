@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from antiphon.protocol.grammar import GrammarSpec
 from antiphon.protocol.messages import SamplingParams
 
 
@@ -38,3 +39,5 @@ class EngineRequest:
     """Time left at submission."""
     cache_salt: str = ""
     """Prefix pages are shared only between requests of the same salt."""
+    grammar: GrammarSpec | None = None
+    """What the output must look like; only of requests that sample."""

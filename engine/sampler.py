@@ -1,9 +1,10 @@
 """From logits to tokens, for all rows of a step together.
 
-Order of operations on a row: logit bias, penalties and the ban on stop ids before ``min_tokens``; then greedy
-choice at temperature 0, else temperature, min-p, top-k, top-p (on what top-k left, renormalised) and one draw
-by inverse transform. The draw's uniform number depends on (seed, output position) only, so neither the other
-rows of a step nor a retry changes it. Log-probabilities are those of the model's own logits, before all that.
+Order of operations on a row: logit bias, penalties, the ban on stop ids before ``min_tokens`` and whatever a
+grammar forbids; then greedy choice at temperature 0, else temperature, min-p, top-k, top-p (on what top-k
+left, renormalised) and one draw by inverse transform. The draw's uniform number depends on (seed, output
+position) only, so neither the other rows of a step nor a retry changes it. Log-probabilities are those of the
+model's own logits, before all that.
 
 The vocabulary is sorted only for a row whose top-k or top-p cut does not lie within its best candidates.
 """
@@ -25,6 +26,7 @@ from antiphon.engine.sampling_math import (
     lowest_best,
     scaled_weights,
 )
+from antiphon.engine.token_masks import TokenMasks, forbid
 from antiphon.protocol.messages import SamplingParams, TokenLogprobs
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -54,6 +56,8 @@ class Choice:
     undecided: bool = False
     """The candidates that were looked at do not settle the choice: the position is to be computed again, with
     the whole row sorted. Never said by ``sample``, which looks further by itself."""
+    error: str | None = None
+    """Why the row's grammar cannot go on; ``token_id`` is None then."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -78,12 +82,13 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Choice]:
+def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> list[Choice]:
     """Choose one token per row.
 
     Args:
         logits: [M, V] float32; not changed.
         rows: M rows, in the order of the logits.
+        masks: what grammars allow in some of them.
 
     Returns:
         M choices.
@@ -91,6 +96,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Choice]:
     best = lowest_best(logits)
     finite = torch.isfinite(logits.gather(-1, best[:, None])).squeeze(-1).tolist()
     adjusted = _adjust(logits, rows)
+    if masks is not None and len(masks.rows):
+        device = logits.device
+        allowed = torch.from_numpy(masks.rows).to(device), torch.from_numpy(masks.bits).to(device)
+        adjusted = forbid(adjusted, *allowed)
     if adjusted is not logits:
         best = lowest_best(adjusted)
     greedy: list[int] = best.tolist()
@@ -106,7 +115,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Choice]:
             for index, token in zip(chosen, picked, strict=True):
                 tokens[index] = token
     logprobs = _logprobs(logits, rows, tokens)
-    return [Choice(token, logprobs.get(index)) for index, token in enumerate(tokens)]
+    choices = [Choice(token, logprobs.get(index)) for index, token in enumerate(tokens)]
+    for index, error in masks.errors.items() if masks is not None else ():
+        choices[index] = Choice(None, error=error)
+    return choices
 
 
 def _is_truncated(params: SamplingParams) -> bool:

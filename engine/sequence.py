@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import overload
 
+from antiphon.engine.grammar import OutputGrammar
 from antiphon.engine.prefix_cache import chain_root, page_key
 from antiphon.engine.requests import EngineRequest, RequestKind
 from antiphon.protocol.errors import IllegalTransition
@@ -119,8 +120,15 @@ class Sequence:
     nothing is pending.
     """
 
-    def __init__(self, request: EngineRequest, arrival: int, submitted_s: float) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        arrival: int,
+        submitted_s: float,
+        grammar: OutputGrammar | None = None,
+    ) -> None:
         self.request = request
+        self.grammar = grammar
         self.arrival = arrival
         """Rank of submission: smaller came first. Kept over preemptions."""
         self.attempt = request.attempt

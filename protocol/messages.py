@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
+from antiphon.protocol.grammar import GrammarSpec
 from antiphon.protocol.identity import KvFingerprint, Role
 
 
@@ -22,6 +23,8 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     ERROR = "error"
     DEADLINE = "deadline"
+    GRAMMAR = "grammar"
+    """The output cannot go on by its grammar: no other attempt would do better."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -121,6 +124,10 @@ class GenerateRequest(Message, frozen=True):
     deadline_s: float | None = None
     """Time left for the whole request at the moment of sending."""
     cache_salt: str = ""
+    traceparent: str = ""
+    """The trace that this attempt belongs to, as in W3C's header of that name."""
+    grammar: GrammarSpec | None = None
+    """What the output must look like, over all attempts."""
 
 
 class AbortRequest(Message, frozen=True):

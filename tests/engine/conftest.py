@@ -114,7 +114,8 @@ class FakeModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, 1] -> [M, V], a fixed scatter of the hash."""
         base = hidden.long()
-        return ((base * 523 + torch.arange(VOCABULARY)[None, :] * 1237 + base // 3) % 997).float() / 100.0
+        ids = torch.arange(self.config.vocab_size)[None, :]
+        return ((base * 523 + ids * 1237 + base // 3) % 997).float() / 100.0
 
     def expected(self, request: EngineRequest, max_sequence_tokens: int = 4096) -> list[int]:
         """All output tokens that the request must end with, computed without any page."""
