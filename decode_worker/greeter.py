@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import logging
 import time
-import zlib
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
-import torch
-
-from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.kv_transfer.handshake import check_peer
 from antiphon.kv_transfer.leases import Writer
+from antiphon.kv_transfer.ranks import RankKv, all_of
 from antiphon.protocol.errors import HandshakeError
 from antiphon.protocol.identity import KvFingerprint
 from antiphon.protocol.link import LinkNode, Peer
-from antiphon.protocol.messages import KvHello, KvProbe, KvProbeResult, KvRefused, KvWelcome, RankMemory
+from antiphon.protocol.link_thread import LinkThread
+from antiphon.protocol.messages import KvHello, KvProbe, KvProbeResult, KvRefused, KvWelcome
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Probe:
     peer: Peer
     since: float
@@ -38,19 +37,19 @@ class PrefillGreeter:
     def __init__(
         self,
         fingerprint: KvFingerprint,
-        memory: RankMemory,
-        cache: PagedKvCache,
+        ranks: Sequence[RankKv],
+        probe_pages: Mapping[str, int],
         node: LinkNode,
-        expect: Callable[[int], None],
+        thread: LinkThread,
         counters: Counter[str],
         *,
         probe_timeout_s: float,
     ) -> None:
         self._fingerprint = fingerprint
-        self._memory = memory
-        self._cache = cache
+        self._ranks = ranks
+        self._probe_pages = dict(probe_pages)
         self._node = node
-        self._expect = expect
+        self._thread = thread
         self._counters = counters
         self._probe_timeout_s = probe_timeout_s
         self._living: set[Writer] = set()
@@ -112,21 +111,24 @@ class PrefillGreeter:
         if message.decode_epoch != self._node.me.epoch or message.prefill_epoch != peer.epoch:
             self._counters["stale_messages"] += 1
             return
-        if self._probe is None or self._probe.peer != peer:
+        probe = self._probe
+        if probe is None or probe.peer != peer:
             self._counters["handshakes_failed"] += 1
             self._node.send(peer, KvProbeResult(self._node.me.epoch, False, "the probe came too late"))
             return
-        found = {
-            group: zlib.crc32(self._cache.read_page(group, self._cache.probe_page(group)))
-            for group in message.checksums
-        }
-        ok = found == message.checksums
-        detail = "" if ok else f"probe pages arrived as {found}, sent as {message.checksums}"
-        self._counters["handshakes_ok" if ok else "handshakes_failed"] += 1
-        if ok:
-            self._ready.add(peer)
-            self._refused.pop(peer, None)
-        self._node.send(peer, KvProbeResult(self._node.me.epoch, ok, detail))
+        checked = all_of([rank.check_probe(message.prefill_epoch) for rank in self._ranks])
+        self._thread.when_done(checked, lambda done: self._checked(probe, done))
+
+    def _checked(self, probe: _Probe, done: Future[list[None]]) -> None:
+        if self._probe is not probe:
+            return  # its link ended, or it has begun anew
+        error = done.exception()
+        self._counters["handshakes_ok" if error is None else "handshakes_failed"] += 1
+        if error is None:
+            self._ready.add(probe.peer)
+            self._refused.pop(probe.peer, None)
+        detail = "" if error is None else str(error)
+        self._node.send(probe.peer, KvProbeResult(self._node.me.epoch, error is None, detail))
         self._end_probe()
         self._next_probe()
 
@@ -151,17 +153,25 @@ class PrefillGreeter:
     def _next_probe(self) -> None:
         if self._probe is not None or not self._queue:
             return
-        peer = self._queue.popleft()
-        self._probe = _Probe(peer, time.monotonic())
+        self._probe = probe = _Probe(self._queue.popleft(), time.monotonic())
         self._expect(+1)
-        pages = {group: self._cache.probe_page(group) for group in ("full", "sliding")}
-        for group, page in pages.items():
-            self._cache.memory(group)[page].zero_()  # what an earlier probe left must not pass for this one
-        if self._cache.device.type == "cuda":
-            torch.cuda.synchronize(self._cache.device)
-        me = self._node.me
-        welcome = KvWelcome(me.worker_id, me.epoch, self._fingerprint, 1, (self._memory,), pages)
-        self._node.send(peer, welcome)
+        # What an earlier probe left must not pass for this one.
+        cleared = all_of([rank.clear_probe() for rank in self._ranks])
+        self._thread.when_done(cleared, lambda done: self._cleared(probe, done))
+
+    def _cleared(self, probe: _Probe, done: Future[list[None]]) -> None:
+        if self._probe is not probe:
+            return
+        done.result()  # an error here is a lost rank, which ends this worker
+        me, memories = self._node.me, tuple(rank.memory for rank in self._ranks)
+        welcome = KvWelcome(
+            me.worker_id, me.epoch, self._fingerprint, len(memories), memories, self._probe_pages
+        )
+        self._node.send(probe.peer, welcome)
+
+    def _expect(self, change: int) -> None:
+        for rank in self._ranks:
+            rank.expect(change)
 
     def _end_probe(self) -> None:
         self._probe = None

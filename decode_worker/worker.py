@@ -19,16 +19,14 @@ from antiphon.decode_worker.receiver import KvReceiver
 from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, PrefillStarted
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.thread import EngineThread
-from antiphon.kv_transfer.handshake import agent_name, rank_pages, span_of
 from antiphon.kv_transfer.leases import Writer
-from antiphon.kv_transfer.plan import group_layouts
-from antiphon.kv_transfer.transfer_thread import TransferThread
-from antiphon.kv_transfer.transport import Transport, TransportFactory
+from antiphon.kv_transfer.transport import TransportFactory
+from antiphon.kv_transfer.worker_kv import Followers, WorkerKv
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Role, Topology, WorkerAddress, new_epoch
 from antiphon.protocol.link import FAREWELL, LinkNode, LinkSettings, Peer
 from antiphon.protocol.link_thread import LinkThread
-from antiphon.protocol.messages import LoadReport, RankMemory
+from antiphon.protocol.messages import LoadReport
 from antiphon.protocol.status import WorkerStatus
 
 _log = logging.getLogger(__name__)
@@ -50,22 +48,22 @@ class DecodeWorker:
         *,
         bind_host: str,
         cluster_token: str,
+        followers: Followers | None = None,
         transport_factory: TransportFactory | None = None,
     ) -> None:
-        """``transport_factory`` makes the KV transport from an agent name; absent means NIXL.
+        """``followers`` are the ranks other than this process's; ``transport_factory`` makes the KV transport
+        from an agent name, absent means NIXL.
 
         Raises:
-            ConfigError: the token is too short, or more than one rank is asked for.
+            ConfigError: the token is too short, or there are not as many ranks as the configuration says.
         """
-        if config.decode.tensor_parallel != 1:
-            raise ConfigError(
-                f"decode.tensor_parallel {config.decode.tensor_parallel}: a worker drives one rank"
-            )
+        ranks = followers.size if followers is not None else 1
+        if config.decode.tensor_parallel != ranks:
+            raise ConfigError(f"decode.tensor_parallel {config.decode.tensor_parallel}: {ranks} are here")
         if config.transfer.verify_checksums and config.decode.device != "cpu":
             raise ConfigError("transfer.verify_checksums: only pages in host memory can be checked")
         self._config = config
         self._bind_host = bind_host
-        self._transport_factory = transport_factory or nixl_transport
         self._address = WorkerAddress(worker_id, Role.DECODE, new_epoch(), "")
         self._counters: Counter[str] = Counter()
         self._failed: str | None = None
@@ -74,19 +72,27 @@ class DecodeWorker:
         self._engine = engine_factory(self._on_scheduled, lambda event: None)
         self._thread = LinkThread(f"links-{worker_id}", self._fail)
         self._engine_thread = EngineThread(self._engine, self._on_events, self._fail)
-        transfer = config.transfer
-        self._transfer = TransferThread(
-            self._open_transport,
-            self._on_notification,
-            self._fail,
-            write_timeout_s=transfer.completion_timeout_s,
-        )
-        self._node = LinkNode(
-            Peer(Role.DECODE, worker_id, self._address.epoch),
+        transfer, model = config.transfer, config.model
+        me = Peer(Role.DECODE, worker_id, self._address.epoch)
+        links = LinkSettings(heartbeat_s=transfer.heartbeat_s, lease_s=transfer.lease_s)
+        self._fingerprint = self._engine.kv_cache.fingerprint(model.name, model.revision or "")
+        self._kv = WorkerKv(
+            me,
+            self._fingerprint,
+            self._engine.kv_cache,
+            self._thread,
             cluster_token,
-            self,
-            LinkSettings(heartbeat_s=transfer.heartbeat_s, lease_s=transfer.lease_s),
+            links,
+            followers,
+            layer_groups=transfer.layer_groups,
+            write_timeout_s=transfer.completion_timeout_s,
+            verify_checksums=transfer.verify_checksums,
+            join_timeout_s=config.ray.placement_timeout_s,
+            on_notification=self._on_notification,
+            on_failure=self._fail,
+            transport_factory=transport_factory,
         )
+        self._node = LinkNode(me, cluster_token, self, links)
         self._greeter: PrefillGreeter | None = None
         self._dispatch: DecodeDispatch | None = None
         self._started = False
@@ -98,9 +104,8 @@ class DecodeWorker:
         """Listen, start the engine's thread, wait for prefill workers and routers to connect."""
         self._started = True
         self._thread.start()
-        self._transfer.start()
-        memory = self._transfer.run(self._describe).result()
-        endpoint = self._thread.call(self._start_links, memory)
+        self._kv.start()
+        endpoint = self._thread.call(self._start_links)
         self._address = WorkerAddress(self._address.worker_id, Role.DECODE, self._address.epoch, endpoint)
         self._engine_thread.start()
         if topology is not None:
@@ -137,19 +142,11 @@ class DecodeWorker:
         self._engine_thread.stop()
         if self._started:
             self._thread.call(self._node.close)
-        self._transfer.stop()
+            self._thread.call(self._kv.close_links)
+        self._kv.stop()
         self._thread.stop()
 
     # ------------------------------------------------------------------------- engine and transfer threads
-
-    def _open_transport(self) -> Transport:
-        transport = self._transport_factory(agent_name(self._address.worker_id, self._address.epoch, 0))
-        transport.register([span_of(region) for region in self._engine.kv_cache.memory_regions()])
-        return transport
-
-    def _describe(self, transport: Transport) -> RankMemory:
-        regions = self._engine.kv_cache.memory_regions()
-        return RankMemory(0, transport.agent_name, transport.metadata(), regions)
 
     def _on_scheduled(self, event: PagesReserved | PrefillStarted) -> None:
         if isinstance(event, PagesReserved):
@@ -183,17 +180,14 @@ class DecodeWorker:
             raise RuntimeError("the worker was not started")
         return self._dispatch
 
-    def _start_links(self, memory: RankMemory) -> str:
-        cache = self._engine.kv_cache
-        model, transfer = self._config.model, self._config.transfer
-        fingerprint = cache.fingerprint(model.name, model.revision or "")
-        pages = rank_pages(group_layouts(fingerprint), 1, memory)
+    def _start_links(self) -> str:
+        transfer = self._config.transfer
         self._greeter = PrefillGreeter(
-            fingerprint,
-            memory,
-            cache,
+            self._fingerprint,
+            self._kv.ranks,
+            {group: self._engine.kv_cache.probe_page(group) for group in ("full", "sliding")},
             self._node,
-            self._transfer.expect,
+            self._thread,
             self._counters,
             probe_timeout_s=transfer.completion_timeout_s,
         )
@@ -204,9 +198,9 @@ class DecodeWorker:
             transfer.completion_timeout_s,
             self._node.send,
             self._dispatch,
-            self._transfer.expect,
+            self._expect,
             self._counters,
-            pages.spans,
+            self._kv.endpoint.pages.spans,
         )
         self._dispatch.receive_through(receiver)
         self._node.start()
@@ -214,6 +208,10 @@ class DecodeWorker:
         self._beat()
         self._tick()
         return endpoint
+
+    def _expect(self, change: int) -> None:
+        for rank in self._kv.ranks:
+            rank.expect(change)
 
     def _apply_topology(self, topology: Topology) -> None:
         if topology.version <= self._topology_version or self._greeter is None:
@@ -298,10 +296,3 @@ class DecodeWorker:
                 for writer in dispatch.receiver.overdue_writers(self._config.transfer.lease_s)
             ),
         )
-
-
-def nixl_transport(name: str) -> Transport:
-    """The NIXL transport; imported when first asked for, because the import loads UCX."""
-    from antiphon.kv_transfer.nixl_transport import NixlTransport
-
-    return NixlTransport(name)

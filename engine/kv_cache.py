@@ -94,6 +94,13 @@ class PagedKvCache:
         """A copy of one page's bytes."""
         return self._memory[group][page].reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
+    def write_page(self, group: str, page: int, data: bytes) -> None:
+        """Overwrite one page; on return the device has done so."""
+        target = self._memory[group][page].view(-1).view(torch.uint8)
+        target.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def memory_regions(self) -> tuple[MemoryRegion, ...]:
         """What a transport registers: one contiguous region per group."""
         cuda = self.device.type == "cuda"

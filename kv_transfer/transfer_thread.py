@@ -111,12 +111,8 @@ class TransferThread:
         copies: Sequence[Copies],
         notification: bytes,
         on_done: Callable[[WriteOutcome], None],
-        source_ready: Callable[[], bool] | None = None,
     ) -> None:
-        """Post a write once ``source_ready()``, which is polled; absent means now.
-
-        A post that fails is tried once more. ``on_done`` is called exactly once.
-        """
+        """Post a write; a post that fails is tried once more. ``on_done`` is called exactly once."""
 
         def post(transport: Transport) -> None:
             start = time.monotonic()
@@ -131,13 +127,20 @@ class TransferThread:
                 return
             self._in_flight.append(_InFlight(peer, write, start, on_done))
 
-        def post_when_ready(transport: Transport) -> None:
-            if source_ready is None or source_ready():
-                post(transport)
+        self._enqueue(_Command(post, lambda error: on_done(WriteOutcome(error, 0.0))))
+
+    def when(
+        self, ready: Callable[[], bool], act: Callable[[], None], abandon: Callable[[TransferError], None]
+    ) -> None:
+        """Run ``act`` on this thread once ``ready()``, which is polled; ``abandon`` if it ends first."""
+
+        def act_when_ready(transport: Transport) -> None:
+            if ready():
+                act()
             else:
                 self._not_ready.append(command)
 
-        command = _Command(post_when_ready, lambda error: on_done(WriteOutcome(error, 0.0)))
+        command = _Command(act_when_ready, abandon)
         self._enqueue(command)
 
     def notify(self, peer: str, payload: bytes, on_done: Callable[[WriteOutcome], None]) -> None:

@@ -8,18 +8,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
 
 from antiphon.configs.schema import TransferConfig
 from antiphon.engine.events import EngineEvent, KvWritten, PrefillComputed, PrefillStarted, SequenceFinished
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.rejection import RequestRejected
 from antiphon.engine.requests import EngineRequest, RequestKind
-from antiphon.kv_transfer.handshake import PeerKv
-from antiphon.kv_transfer.transfer_thread import WriteOutcome
+from antiphon.kv_transfer.endpoint import KvEndpoint
+from antiphon.kv_transfer.ranks import PeerLife, RankKv, Shipped
 from antiphon.prefill_worker.jobs import Failure, JobState, PrefillJob
+from antiphon.prefill_worker.orders import announced_writes, ship_order
 from antiphon.prefill_worker.peers import DecodePeers
-from antiphon.prefill_worker.shipper import Shipper
+from antiphon.protocol.errors import TransferError
 from antiphon.protocol.link import LinkNode, Peer
 from antiphon.protocol.link_thread import LinkThread
 from antiphon.protocol.messages import (
@@ -41,6 +44,7 @@ from antiphon.protocol.messages import (
     WritesDrained,
     WritesFailed,
 )
+from antiphon.protocol.rank_messages import StepMark
 
 _log = logging.getLogger(__name__)
 _REMEMBERED_JOBS = 4096
@@ -55,23 +59,27 @@ class PrefillDispatch:
         node: LinkNode,
         thread: LinkThread,
         peers: DecodePeers,
-        shipper: Shipper,
+        endpoint: KvEndpoint,
+        ranks: Sequence[RankKv],
         counters: Counter[str],
         settings: TransferConfig,
     ) -> None:
+        """``endpoint`` is rank 0's, the first of ``ranks``."""
         self.draining = False
         self._engine = engine
         self._node = node
         self._thread = thread
         self._peers = peers
-        self._shipper = shipper
+        self._endpoint = endpoint
+        self._ranks = ranks
         self._counters = counters
         self._settings = settings
         self._epoch = node.me.epoch
+        self._page_size = engine.settings.page_size_tokens
         self._jobs: dict[tuple[str, int], PrefillJob] = {}
         self._by_engine_id: dict[str, PrefillJob] = {}
         # Notifications of shipped jobs, so that a lost one can be repeated after the pages were given back.
-        self._shipped: OrderedDict[tuple[str, int], tuple[PeerKv, dict[WriteKey, bytes]]] = OrderedDict()
+        self._shipped: OrderedDict[tuple[str, int], tuple[PeerLife, dict[WriteKey, bytes]]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -121,7 +129,7 @@ class PrefillDispatch:
             reason = f"no handshake with {ticket.decode_worker_id} (epoch {ticket.decode_epoch})"
             self._node.send(router, PrefillFailed(*key, "handshake", reason))
             return
-        job = PrefillJob(message, router, *found)
+        job = PrefillJob(message, router, found)
         request = EngineRequest(
             job.engine_id,
             message.attempt,
@@ -161,8 +169,8 @@ class PrefillDispatch:
         elif job.state is JobState.ANNOUNCED:
             job.move(JobState.GRANTED)
             waiting, job.waiting = job.waiting, []
-            for event, source_ready in waiting:
-                self._ship(job, event, source_ready)
+            for event, mark in waiting:
+                self._ship(job, event, mark)
 
     def _on_cancel(self, peer: Peer, message: CancelWrites, job: PrefillJob | None) -> None:
         if job is None:  # gone: nothing of it is under way
@@ -180,12 +188,11 @@ class PrefillDispatch:
         self._counters["missing_writes_asked"] += len(message.keys)
         key = message.request_id, message.attempt
         if job is not None:
-            kv = job.decode_kv
-            notifications = {k: self._shipper.notification(job, k) for k in job.done}
+            life, notifications = job.decode_life, job.done
             if job.still_coming(message.keys, self._settings.completion_timeout_s):
                 self._announce(job)
         elif key in self._shipped:
-            kv, notifications = self._shipped[key]
+            life, notifications = self._shipped[key]
         else:
             reason = "this worker does not know the request any more"
             failed = WritesFailed(*key, self._epoch, message.decode_epoch, "notify", reason)
@@ -194,12 +201,7 @@ class PrefillDispatch:
         for write in message.keys:
             if write in notifications:
                 self._counters["notifications_repeated"] += 1
-                self._shipper.notify_again(kv, notifications[write], self._repeated)
-
-    def _repeated(self, outcome: WriteOutcome) -> None:
-        """On the transfer thread. A failure shows as the same write being missed again."""
-        if outcome.error is not None:
-            _log.warning("a repeated notification failed: %s", outcome.error)
+                self._endpoint.notify(life, notifications[write]).add_done_callback(_repeated)
 
     # ------------------------------------------------------------------------------------------ engine events
 
@@ -208,21 +210,21 @@ class PrefillDispatch:
         job = self._by_engine_id.get(event.request_id)
         if job is None or job.state is not JobState.QUEUED:
             return
-        job.keys = self._shipper.keys(event.chunks)
+        job.keys = announced_writes(event.chunks, self._settings.layer_groups, len(self._ranks))
         job.cached_tokens, job.queue_s = event.cached_tokens, event.queue_s
         job.move(JobState.ANNOUNCED)
         job.announced_at = time.monotonic()
         self._announce(job)
 
-    def on_kv_written(self, event: KvWritten, source_ready: Callable[[], bool] | None) -> None:
-        """A layer group of a chunk is computed (on CUDA: will be, once ``source_ready``)."""
+    def on_kv_written(self, event: KvWritten, mark: StepMark) -> None:
+        """A layer group of a chunk was issued, and is computed on a rank that has passed ``mark``."""
         job = self._by_engine_id.get(event.request_id)
         if job is None:
             return
         if job.state is JobState.ANNOUNCED:
-            job.waiting.append((event, source_ready))
+            job.waiting.append((event, mark))
         elif job.state is JobState.GRANTED:
-            self._ship(job, event, source_ready)
+            self._ship(job, event, mark)
 
     def on_engine_events(self, events: list[EngineEvent]) -> None:
         """What a step returned; its KvWritten and PrefillStarted came earlier by callback."""
@@ -257,23 +259,28 @@ class PrefillDispatch:
         )
         self._node.send(job.decode, message)
 
-    def _ship(self, job: PrefillJob, event: KvWritten, source_ready: Callable[[], bool] | None) -> None:
-        job.posted_at[self._shipper.key(event)] = time.monotonic()
+    def _ship(self, job: PrefillJob, event: KvWritten, mark: StepMark) -> None:
+        """Have every rank write its part."""
+        order = ship_order(job.request.ticket, event, mark, self._page_size)
+        for number, rank in enumerate(self._ranks):
+            key = WriteKey(number, event.chunk, event.layer_group)
+            job.posted_at[key] = time.monotonic()
+            shipped = rank.ship(job.decode_life, order)
+            self._thread.when_done(shipped, partial(self._on_shipped, job, key))
 
-        def on_shipped(key: WriteKey, outcome: WriteOutcome, size: int) -> None:
-            self._thread.post(self._on_shipped, job, key, outcome, size)
-
-        self._shipper.ship(job, event, on_shipped, source_ready)
-
-    def _on_shipped(self, job: PrefillJob, key: WriteKey, outcome: WriteOutcome, size: int) -> None:
+    def _on_shipped(self, job: PrefillJob, key: WriteKey, done: Future[Shipped]) -> None:
         del job.posted_at[key]
-        if outcome.error is None:
-            job.done.add(key)
-            job.bytes_sent += size
-            self._counters["bytes_sent"] += size
-            self._counters["writes_done"] += 1
+        error = done.exception()
+        if isinstance(error, TransferError):
+            self._fail(job, error.stage, error.reason)
+        elif error is not None:
+            raise error
         else:
-            self._fail(job, outcome.error.stage, outcome.error.reason)
+            shipped = done.result()
+            job.done[key] = shipped.notification
+            job.bytes_sent += shipped.size_bytes
+            self._counters["bytes_sent"] += shipped.size_bytes
+            self._counters["writes_done"] += 1
         self._advance(job)
 
     # ------------------------------------------------------------------------------------------------- ending
@@ -315,8 +322,7 @@ class PrefillDispatch:
     def _finish(self, job: PrefillJob) -> None:
         job.move(JobState.SHIPPED)
         self._engine.release(job.engine_id, job.request.attempt)
-        notifications = {key: self._shipper.notification(job, key) for key in job.keys}
-        self._shipped[job.key] = job.decode_kv, notifications
+        self._shipped[job.key] = job.decode_life, job.done
         if len(self._shipped) > _REMEMBERED_JOBS:
             self._shipped.popitem(last=False)
         finished = PrefillFinished(
@@ -354,3 +360,10 @@ class PrefillDispatch:
             if job.state is JobState.ANNOUNCED and now - job.announced_at > self._settings.lease_s:
                 self._fail(job, "reserve", f"no permission to write within {self._settings.lease_s:g} s")
                 self._advance(job)
+
+
+def _repeated(done: Future[None]) -> None:
+    """A failure shows as the same write being missed again."""
+    error = done.exception()
+    if error is not None:
+        _log.warning("a repeated notification failed: %s", error)

@@ -14,15 +14,16 @@ may have something to say to the decode worker; only GRANTED may post writes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from antiphon.engine.events import KvWritten
-from antiphon.kv_transfer.handshake import PeerKv
+from antiphon.kv_transfer.ranks import PeerLife
 from antiphon.protocol.errors import IllegalTransition
 from antiphon.protocol.link import Peer
-from antiphon.protocol.messages import PrefillRequest, WriteChecksum, WriteKey
+from antiphon.protocol.messages import PrefillRequest, WriteKey
+from antiphon.protocol.rank_messages import StepMark
 
 
 class JobState(StrEnum):
@@ -59,16 +60,15 @@ class PrefillJob:
     request: PrefillRequest
     router: Peer
     decode: Peer
-    decode_kv: PeerKv
     state: JobState = JobState.QUEUED
     keys: frozenset[WriteKey] = frozenset()
     """The announced writes."""
-    waiting: list[tuple[KvWritten, Callable[[], bool] | None]] = field(default_factory=list)
-    """Computed before the permission came, each with what says that its source is ready."""
+    waiting: list[tuple[KvWritten, StepMark]] = field(default_factory=list)
+    """Issued before the permission came, each with the point of the steps after which its source is ready."""
     posted_at: dict[WriteKey, float] = field(default_factory=dict)
-    """Writes under way, with the time at which they were handed to the transport."""
-    done: set[WriteKey] = field(default_factory=set)
-    checksums: dict[WriteKey, WriteChecksum] = field(default_factory=dict)
+    """Writes under way on any rank, with the time at which they were ordered."""
+    done: dict[WriteKey, bytes] = field(default_factory=dict)
+    """Writes that arrived, with the notification that was sent of each."""
     computed: bool = False
     failure: Failure | None = None
     drain_asked: bool = False
@@ -88,6 +88,11 @@ class PrefillJob:
     def key(self) -> tuple[str, int]:
         """Identity of this unit of work."""
         return self.request.request_id, self.request.attempt
+
+    @property
+    def decode_life(self) -> PeerLife:
+        """Whose pages are written."""
+        return PeerLife(self.decode.worker_id, self.decode.epoch)
 
     @property
     def engine_id(self) -> str:

@@ -9,25 +9,19 @@ tried again, later each time.
 from __future__ import annotations
 
 import logging
-import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 
-import torch
-
-from antiphon.engine.kv_cache import PagedKvCache
-from antiphon.kv_transfer.handshake import PeerKv, RankPages, check_peer
-from antiphon.kv_transfer.plan import group_layouts, plan_runs
-from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
-from antiphon.kv_transfer.transport import Copies
+from antiphon.kv_transfer.handshake import check_peer
+from antiphon.kv_transfer.ranks import PeerLife, RankKv, all_of
 from antiphon.protocol.errors import HandshakeError
 from antiphon.protocol.identity import KvFingerprint
 from antiphon.protocol.link import LinkNode, Peer
 from antiphon.protocol.link_thread import LinkThread
-from antiphon.protocol.messages import KvHello, KvProbe, KvProbeResult, KvRefused, KvWelcome, RankMemory
+from antiphon.protocol.messages import KvHello, KvProbe, KvProbeResult, KvRefused, KvWelcome
 
 _log = logging.getLogger(__name__)
 _FIRST_RETRY_S = 0.5
@@ -48,19 +42,8 @@ class PeerState(StrEnum):
 class _Candidate:
     peer: Peer
     state: PeerState = PeerState.GREETING
-    kv: PeerKv | None = None
     retry_s: float = _FIRST_RETRY_S
     detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalKv:
-    """This worker's side of every handshake."""
-
-    fingerprint: KvFingerprint
-    memory: RankMemory
-    pages: RankPages
-    cache: PagedKvCache
 
 
 class DecodePeers:
@@ -68,38 +51,30 @@ class DecodePeers:
 
     def __init__(
         self,
-        local: LocalKv,
+        fingerprint: KvFingerprint,
+        ranks: Sequence[RankKv],
         node: LinkNode,
         thread: LinkThread,
-        transfer: TransferThread,
         counters: Counter[str],
         on_ready: Callable[[], None],
     ) -> None:
-        self._local = local
+        self._fingerprint = fingerprint
+        self._ranks = ranks
         self._node = node
         self._thread = thread
-        self._transfer = transfer
         self._counters = counters
         self._on_ready = on_ready
         self._candidates: dict[Peer, _Candidate] = {}
-        self._agents: dict[Peer, frozenset[str]] = {}
-        """Transfer agents that were connected to, by the life they belong to."""
-        self._checksums = _fill_probe_pages(local.cache, tuple(local.pages.spans))
+        self._connected_to: set[Peer] = set()
+        """Lives that the ranks' transfer agents were told of."""
 
-    def ready(self) -> Mapping[Peer, PeerKv]:
+    def ready(self) -> tuple[Peer, ...]:
         """Peers that may be written to."""
-        return {
-            peer: candidate.kv
-            for peer, candidate in self._candidates.items()
-            if candidate.state is PeerState.READY and candidate.kv is not None
-        }
+        return tuple(peer for peer, c in self._candidates.items() if c.state is PeerState.READY)
 
-    def find(self, worker_id: str, epoch: int) -> tuple[Peer, PeerKv] | None:
+    def find(self, worker_id: str, epoch: int) -> Peer | None:
         """The ready peer of this name and life."""
-        for peer, kv in self.ready().items():
-            if (peer.worker_id, peer.epoch) == (worker_id, epoch):
-                return peer, kv
-        return None
+        return next((p for p in self.ready() if (p.worker_id, p.epoch) == (worker_id, epoch)), None)
 
     def detail(self) -> str:
         """What stands in the way, for people."""
@@ -120,8 +95,10 @@ class DecodePeers:
 
     def forget(self, peer: Peer) -> None:
         """This life of a decode worker is over."""
-        for name in sorted(self._agents.pop(peer, frozenset())):
-            self._transfer.disconnect(name)
+        if peer in self._connected_to:
+            self._connected_to.remove(peer)
+            for rank in self._ranks:
+                rank.disconnect(PeerLife(peer.worker_id, peer.epoch))
 
     def on_refused(self, peer: Peer, message: KvRefused) -> None:
         """The decode worker found us incompatible."""
@@ -134,17 +111,15 @@ class DecodePeers:
             self._counters["stale_messages"] += 1
             return
         try:
-            kv = check_peer(self._local.fingerprint, message)
+            check_peer(self._fingerprint, message)
         except HandshakeError as error:
             self._end(peer, PeerState.REFUSED, str(error))
             return
-        candidate.kv, candidate.state = kv, PeerState.PROBING
-        self._agents[peer] = kv.agent_names
-        metadata = [memory.agent_metadata for memory in message.ranks]
-        connected = self._transfer.run(lambda transport: [transport.connect(data) for data in metadata])
-        self._thread.when_done(
-            connected, lambda done: self._connected(peer, kv, dict(message.probe_pages), done)
-        )
+        candidate.state = PeerState.PROBING
+        self._connected_to.add(peer)
+        life, pages = PeerLife(peer.worker_id, peer.epoch), dict(message.probe_pages)
+        connected = [rank.connect(life, message.tensor_parallel, message.ranks) for rank in self._ranks]
+        self._thread.when_done(all_of(connected), lambda done: self._connected(candidate, life, pages, done))
 
     def on_probe_result(self, peer: Peer, message: KvProbeResult) -> None:
         """The decode worker compared the probe pages."""
@@ -172,56 +147,29 @@ class DecodePeers:
             self._greet(candidate.peer)
 
     def _greet(self, peer: Peer) -> None:
-        local = self._local
-        hello = KvHello(
-            self._node.me.worker_id,
-            self._node.me.epoch,
-            local.fingerprint,
-            local.pages.shard.tensor_parallel,
-            (local.memory,),
-        )
-        self._node.send(peer, hello)
+        memories = tuple(rank.memory for rank in self._ranks)
+        me = self._node.me
+        self._node.send(peer, KvHello(me.worker_id, me.epoch, self._fingerprint, len(memories), memories))
 
     def _connected(
-        self, peer: Peer, kv: PeerKv, probe_pages: dict[str, int], done: Future[list[str]]
+        self, candidate: _Candidate, life: PeerLife, pages: dict[str, int], done: Future[list[None]]
     ) -> None:
+        if self._gone(candidate, done):
+            return
+        written = all_of([rank.write_probe(life, pages) for rank in self._ranks])
+        self._thread.when_done(written, lambda done: self._probed(candidate, done))
+
+    def _probed(self, candidate: _Candidate, done: Future[list[None]]) -> None:
+        if not self._gone(candidate, done):
+            self._node.send(candidate.peer, KvProbe(self._node.me.epoch, candidate.peer.epoch))
+
+    def _gone(self, candidate: _Candidate, done: Future[list[None]]) -> bool:
+        """Whether a step of a handshake led nowhere: it failed, or its link has ended meanwhile."""
+        if self._candidates.get(candidate.peer) is not candidate:
+            return True
         if done.exception() is not None:
-            self._end(peer, PeerState.FAILED, str(done.exception()))
-            return
-        if set(done.result()) != kv.agent_names:
-            self._end(peer, PeerState.FAILED, f"metadata of {done.result()} instead of {kv.agent_names}")
-            return
-        if set(probe_pages) != set(self._checksums):
-            self._end(peer, PeerState.FAILED, f"probe pages for {sorted(probe_pages)} offered")
-            return
-        writes = self._plan_probe(kv, probe_pages)
-        left = len(writes)
-
-        def one_done(outcome: WriteOutcome) -> None:
-            nonlocal left
-            left -= 1
-            if outcome.error is not None:
-                self._end(peer, PeerState.FAILED, f"probe: {outcome.error}")
-            elif left == 0 and peer in self._candidates:
-                probe = KvProbe(self._node.me.epoch, peer.epoch, self._checksums)
-                self._node.send(peer, probe)
-
-        for rank, copies in writes:
-            self._transfer.write(rank.agent_name, copies, b"", lambda o: self._thread.post(one_done, o))
-
-    def _plan_probe(self, kv: PeerKv, probe_pages: dict[str, int]) -> list[tuple[RankPages, list[Copies]]]:
-        """The writes that ship the own probe pages to every rank of a peer."""
-        local, cache = self._local, self._local.cache
-        writes = []
-        for rank in kv.ranks:
-            copies = []
-            for group, layout in group_layouts(local.fingerprint).items():
-                pages = [(cache.probe_page(group), probe_pages[group])]
-                runs = plan_runs(layout, local.pages.shard, rank.shard, pages, range(layout.layers))
-                if len(runs):
-                    copies.append(Copies(local.pages.spans[group], rank.spans[group], runs))
-            writes.append((rank, copies))
-        return writes
+            self._end(candidate.peer, PeerState.FAILED, str(done.exception()))
+        return done.exception() is not None
 
     def _end(self, peer: Peer, state: PeerState, detail: str) -> None:
         candidate = self._candidates.get(peer)
@@ -233,15 +181,3 @@ class DecodePeers:
         if state is PeerState.FAILED:
             self._thread.later(candidate.retry_s, self._greet_again, candidate)
             candidate.retry_s = min(candidate.retry_s * 2, _LAST_RETRY_S)
-
-
-def _fill_probe_pages(cache: PagedKvCache, groups: tuple[str, ...]) -> dict[str, int]:
-    """Random bytes for the own probe pages, once per life, as several peers may be probed at a time.
-
-    Returns:
-        Page group -> crc32 of its probe page.
-    """
-    for group in groups:
-        page = cache.memory(group)[cache.probe_page(group)].view(torch.uint8)
-        page.copy_(torch.randint(0, 256, page.shape, dtype=torch.uint8))
-    return {group: zlib.crc32(cache.read_page(group, cache.probe_page(group))) for group in groups}

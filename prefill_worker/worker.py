@@ -16,18 +16,16 @@ from antiphon.configs.schema import DeploymentConfig
 from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, PrefillStarted
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.thread import EngineThread
-from antiphon.kv_transfer.handshake import agent_name, rank_pages, span_of
-from antiphon.kv_transfer.plan import group_layouts
-from antiphon.kv_transfer.transfer_thread import TransferThread
-from antiphon.kv_transfer.transport import Transport, TransportFactory
+from antiphon.kv_transfer.transport import TransportFactory
+from antiphon.kv_transfer.worker_kv import Followers, WorkerKv
 from antiphon.prefill_worker.dispatch import PrefillDispatch
-from antiphon.prefill_worker.peers import DecodePeers, LocalKv
-from antiphon.prefill_worker.shipper import Shipper, source_fence
+from antiphon.prefill_worker.orders import source_fence
+from antiphon.prefill_worker.peers import DecodePeers
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Role, Topology, WorkerAddress, new_epoch
 from antiphon.protocol.link import FAREWELL, LinkNode, LinkSettings, Peer
 from antiphon.protocol.link_thread import LinkThread
-from antiphon.protocol.messages import LoadReport, RankMemory
+from antiphon.protocol.messages import LoadReport
 from antiphon.protocol.status import WorkerStatus
 
 _log = logging.getLogger(__name__)
@@ -49,22 +47,22 @@ class PrefillWorker:
         *,
         bind_host: str,
         cluster_token: str,
+        followers: Followers | None = None,
         transport_factory: TransportFactory | None = None,
     ) -> None:
-        """``transport_factory`` makes the KV transport from an agent name; absent means NIXL.
+        """``followers`` are the ranks other than this process's; ``transport_factory`` makes the KV transport
+        from an agent name, absent means NIXL.
 
         Raises:
-            ConfigError: the token is too short, or more than one rank is asked for.
+            ConfigError: the token is too short, or there are not as many ranks as the configuration says.
         """
-        if config.prefill.tensor_parallel != 1:
-            raise ConfigError(
-                f"prefill.tensor_parallel {config.prefill.tensor_parallel}: a worker drives one rank"
-            )
+        ranks = followers.size if followers is not None else 1
+        if config.prefill.tensor_parallel != ranks:
+            raise ConfigError(f"prefill.tensor_parallel {config.prefill.tensor_parallel}: {ranks} are here")
         if config.transfer.verify_checksums and config.prefill.device != "cpu":
             raise ConfigError("transfer.verify_checksums: only pages in host memory can be checked")
         self._config = config
         self._bind_host = bind_host
-        self._transport_factory = transport_factory or nixl_transport
         self._address = WorkerAddress(worker_id, Role.PREFILL, new_epoch(), "")
         self._counters: Counter[str] = Counter()
         self._failed: str | None = None
@@ -74,19 +72,27 @@ class PrefillWorker:
         self._fence_device = self._engine.kv_cache.device
         self._thread = LinkThread(f"links-{worker_id}", self._fail)
         self._engine_thread = EngineThread(self._engine, self._on_events, self._fail)
-        self._transfer = TransferThread(
-            self._open_transport,
-            lambda sender, payload: None,  # nobody writes into a prefill worker
-            self._fail,
-            write_timeout_s=config.transfer.completion_timeout_s,
-        )
-        transfer = config.transfer
-        self._node = LinkNode(
-            Peer(Role.PREFILL, worker_id, self._address.epoch),
+        transfer, model = config.transfer, config.model
+        me = Peer(Role.PREFILL, worker_id, self._address.epoch)
+        links = LinkSettings(heartbeat_s=transfer.heartbeat_s, lease_s=transfer.lease_s)
+        self._fingerprint = self._engine.kv_cache.fingerprint(model.name, model.revision or "")
+        self._kv = WorkerKv(
+            me,
+            self._fingerprint,
+            self._engine.kv_cache,
+            self._thread,
             cluster_token,
-            self,
-            LinkSettings(heartbeat_s=transfer.heartbeat_s, lease_s=transfer.lease_s),
+            links,
+            followers,
+            layer_groups=transfer.layer_groups,
+            write_timeout_s=transfer.completion_timeout_s,
+            verify_checksums=transfer.verify_checksums,
+            join_timeout_s=config.ray.placement_timeout_s,
+            on_notification=lambda sender, payload: None,  # nobody writes into a prefill worker
+            on_failure=self._fail,
+            transport_factory=transport_factory,
         )
+        self._node = LinkNode(me, cluster_token, self, links)
         self._peers: DecodePeers | None = None
         self._dispatch: PrefillDispatch | None = None
         self._started = False
@@ -98,9 +104,8 @@ class PrefillWorker:
         """Listen, start the engine's thread, connect to the topology's decode workers."""
         self._started = True
         self._thread.start()
-        self._transfer.start()
-        memory = self._transfer.run(self._describe).result()
-        endpoint = self._thread.call(self._start_links, memory)
+        self._kv.start()
+        endpoint = self._thread.call(self._start_links)
         self._address = WorkerAddress(self._address.worker_id, Role.PREFILL, self._address.epoch, endpoint)
         self._engine_thread.start()
         if topology is not None:
@@ -133,27 +138,19 @@ class PrefillWorker:
         self._engine_thread.stop()
         if self._started:
             self._thread.call(self._node.close)
-        self._transfer.stop()
+            self._thread.call(self._kv.close_links)
+        self._kv.stop()
         self._thread.stop()
 
-    # --------------------------------------------------------------------------- engine and transfer threads
-
-    def _open_transport(self) -> Transport:
-        transport = self._transport_factory(agent_name(self._address.worker_id, self._address.epoch, 0))
-        transport.register([span_of(region) for region in self._engine.kv_cache.memory_regions()])
-        return transport
-
-    def _describe(self, transport: Transport) -> RankMemory:
-        regions = self._engine.kv_cache.memory_regions()
-        return RankMemory(0, transport.agent_name, transport.metadata(), regions)
+    # ------------------------------------------------------------------------------------ the engine's thread
 
     def _on_scheduled(self, event: PagesReserved | PrefillStarted) -> None:
         if isinstance(event, PrefillStarted):
             self._thread.post(lambda: self._running_dispatch().on_started(event))
 
     def _on_kv_written(self, event: KvWritten) -> None:
-        fence = source_fence(self._fence_device)
-        self._thread.post(lambda: self._running_dispatch().on_kv_written(event, fence))
+        mark = self._kv.issued(event.layer_group, source_fence(self._fence_device))
+        self._thread.post(lambda: self._running_dispatch().on_kv_written(event, mark))
 
     def _on_events(self, events: list[EngineEvent]) -> None:
         self._thread.post(lambda: self._running_dispatch().on_engine_events(events))
@@ -173,30 +170,17 @@ class PrefillWorker:
             raise RuntimeError("the worker was not started")
         return self._dispatch
 
-    def _start_links(self, memory: RankMemory) -> str:
-        cache = self._engine.kv_cache
-        model = self._config.model
-        fingerprint = cache.fingerprint(model.name, model.revision or "")
-        pages = rank_pages(group_layouts(fingerprint), 1, memory)
-        local = LocalKv(fingerprint, memory, pages, cache)
+    def _start_links(self) -> str:
         self._peers = DecodePeers(
-            local, self._node, self._thread, self._transfer, self._counters, self._report_load
-        )
-        transfer = self._config.transfer
-        shipper = Shipper(
-            fingerprint,
-            pages,
-            self._transfer,
-            transfer.layer_groups,
-            self._address.epoch,
-            verify_checksums=transfer.verify_checksums,
+            self._fingerprint, self._kv.ranks, self._node, self._thread, self._counters, self._report_load
         )
         self._dispatch = PrefillDispatch(
             self._engine,
             self._node,
             self._thread,
             self._peers,
-            shipper,
+            self._kv.endpoint,
+            self._kv.ranks,
             self._counters,
             self._config.transfer,
         )
@@ -289,10 +273,3 @@ class PrefillWorker:
             kv_peers=ready,
             counters=dict(self._counters + self._node.counters),
         )
-
-
-def nixl_transport(name: str) -> Transport:
-    """The NIXL transport; imported when first asked for, because the import loads UCX."""
-    from antiphon.kv_transfer.nixl_transport import NixlTransport
-
-    return NixlTransport(name)

@@ -6,9 +6,12 @@ import msgspec
 
 from antiphon.protocol.errors import WireError
 from antiphon.protocol.messages import AnyMessage, Message
+from antiphon.protocol.rank_messages import RankMessage
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_decoder: msgspec.msgpack.Decoder[AnyMessage | RankMessage] = msgspec.msgpack.Decoder(
+    AnyMessage | RankMessage
+)
 
 
 def encode(message: Message) -> bytes:
@@ -16,7 +19,7 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes | memoryview) -> AnyMessage:
+def decode(data: bytes | memoryview) -> AnyMessage | RankMessage:
     """Parse one message.
 
     Raises:

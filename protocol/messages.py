@@ -317,11 +317,10 @@ class KvRefused(Message, frozen=True):
 
 
 class KvProbe(Message, frozen=True):
-    """Prefill -> decode: the probe pages were written with bytes of this crc32; check and answer."""
+    """Prefill -> decode: every rank wrote its part of the probe of ``prefill_epoch``; check and answer."""
 
     prefill_epoch: int
     decode_epoch: int
-    checksums: dict[str, int]
 
 
 class KvProbeResult(Message, frozen=True):

@@ -45,8 +45,14 @@ class Ends:
         thread.start()
         return thread
 
-    def write(self, notification: bytes, **named: Any) -> None:
-        self.sender.write(self.peer, self.copies, notification, self.outcomes.append, **named)
+    def write(self, notification: bytes, ready: Callable[[], bool] | None = None) -> None:
+        def post() -> None:
+            self.sender.write(self.peer, self.copies, notification, self.outcomes.append)
+
+        if ready is None:
+            post()
+        else:
+            self.sender.when(ready, post, lambda error: self.outcomes.append(WriteOutcome(error, 0.0)))
 
 
 @pytest.fixture
@@ -75,7 +81,7 @@ def test_write_and_notification(ends: Ends) -> None:
 
 def test_a_write_waits_for_its_source(ends: Ends) -> None:
     ready = threading.Event()
-    ends.write(b"later", source_ready=ready.is_set)
+    ends.write(b"later", ready=ready.is_set)
     ends.write(b"now")
     until(lambda: ends.heard == [("sender", b"now")])
     time.sleep(0.05)
@@ -126,7 +132,7 @@ def test_a_peer_is_disconnected_only_after_its_last_write(ends: Ends) -> None:
 
 
 def test_a_dead_thread_leaves_nobody_waiting(ends: Ends) -> None:
-    ends.write(b"waits", source_ready=lambda: False)
+    ends.write(b"waits", ready=lambda: False)
     ends.network.kill("sender")
     until(lambda: len(ends.failures) == 1)
     until(lambda: len(ends.outcomes) == 1)

@@ -1,0 +1,274 @@
+"""The KV end of the rank that runs in this process: its pages, its transfer agent and the agent's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from antiphon.kv_transfer.handshake import PeerKv, RankPages, agent_name, rank_pages, span_of
+from antiphon.kv_transfer.plan import Shard, group_layouts, plan_runs
+from antiphon.kv_transfer.probe import probe_page
+from antiphon.kv_transfer.ranks import PeerLife, Shipped, all_of
+from antiphon.kv_transfer.shipper import Shipper
+from antiphon.kv_transfer.step_fences import StepFences
+from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
+from antiphon.kv_transfer.transport import Copies, Transport, TransportFactory
+from antiphon.protocol.errors import TransferError
+from antiphon.protocol.identity import KvFingerprint
+from antiphon.protocol.messages import MemoryRegion, RankMemory
+from antiphon.protocol.rank_messages import ShipOrder
+
+T = TypeVar("T")
+
+
+class KvPages(Protocol):
+    """One rank's pages, as its transfers see them."""
+
+    def memory_regions(self) -> tuple[MemoryRegion, ...]:
+        """What a transport registers: one contiguous region per group."""
+
+    def probe_page(self, group: str) -> int:
+        """The page of a group that no sequence ever holds."""
+
+    def read_page(self, group: str, page: int) -> bytes:
+        """A copy of one page's bytes."""
+
+    def write_page(self, group: str, page: int, data: bytes) -> None:
+        """Overwrite one page; on return the device has done so."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSettings:
+    """What all ranks of a worker have in common.
+
+    Attributes:
+        worker_id, epoch: this life of the worker.
+        layer_groups: parts in which a chunk is shipped.
+        write_timeout_s: a longer write is given up.
+        verify_checksums: add a checksum to notifications; host memory and one destination rank only.
+    """
+
+    worker_id: str
+    epoch: int
+    fingerprint: KvFingerprint
+    layer_groups: int
+    write_timeout_s: float
+    verify_checksums: bool = False
+
+
+class KvEndpoint:
+    """Implements ``ranks.RankKv`` for this process's rank.
+
+    Args:
+        shard: which rank of how many.
+        fences: how far this rank's device is.
+        on_notification: called on the transfer thread with (sender's agent name, payload).
+        on_failure: called once if the transfer thread dies of an unexpected error.
+        transport_factory: makes the transport from an agent name; absent means NIXL.
+    """
+
+    def __init__(
+        self,
+        settings: EndpointSettings,
+        shard: Shard,
+        pages: KvPages,
+        fences: StepFences,
+        *,
+        on_notification: Callable[[str, bytes], None],
+        on_failure: Callable[[BaseException], None],
+        transport_factory: TransportFactory | None = None,
+    ) -> None:
+        self._settings = settings
+        self._shard = shard
+        self._pages = pages
+        self._fences = fences
+        self._layouts = group_layouts(settings.fingerprint)
+        self._open = transport_factory or nixl_transport
+        self._transfer = TransferThread(
+            self._open_transport, on_notification, on_failure, write_timeout_s=settings.write_timeout_s
+        )
+        self._probe_filled = False
+        self._peers: dict[PeerLife, PeerKv] = {}
+        self._memory: RankMemory | None = None
+        self._local: RankPages | None = None
+        self._shipper: Shipper | None = None
+
+    def start(self) -> RankMemory:
+        """Open the transport and register the pages.
+
+        Raises:
+            TransferError: there is no such transport here, or it cannot take the memory.
+            HandshakeError: the pages are not those that the fingerprint says.
+        """
+        self._transfer.start()
+        self._memory = memory = self._transfer.run(self._describe).result()
+        self._local = rank_pages(self._layouts, self._shard.tensor_parallel, memory)
+        self._shipper = Shipper(
+            self._layouts,
+            self._local,
+            self._transfer,
+            self._settings.layer_groups,
+            self._settings.epoch,
+            verify_checksums=self._settings.verify_checksums,
+        )
+        return memory
+
+    def stop(self) -> None:
+        """Close the transport and end its thread."""
+        self._transfer.stop()
+
+    @property
+    def memory(self) -> RankMemory:
+        """See RankKv."""
+        return _started(self._memory)
+
+    @property
+    def pages(self) -> RankPages:
+        """This rank's registered pages."""
+        return _started(self._local)
+
+    def connect(self, peer: PeerLife, tensor_parallel: int, ranks: Sequence[RankMemory]) -> Future[None]:
+        """See RankKv."""
+        pages = tuple(rank_pages(self._layouts, tensor_parallel, memory) for memory in ranks)
+        kv = PeerKv(peer.worker_id, peer.epoch, pages)
+
+        def connect_all(transport: Transport) -> None:
+            named = [transport.connect(memory.agent_metadata) for memory in ranks]
+            if set(named) != kv.agent_names:
+                raise TransferError("handshake", f"metadata of {named} instead of {sorted(kv.agent_names)}")
+
+        self._peers[peer] = kv
+        return self._transfer.run(connect_all)
+
+    def disconnect(self, peer: PeerLife) -> Future[None]:
+        """See RankKv."""
+        kv = self._peers.pop(peer, None)
+        for name in sorted(kv.agent_names) if kv is not None else ():
+            self._transfer.disconnect(name)
+        return _done()
+
+    def clear_probe(self) -> Future[None]:
+        """See RankKv."""
+        for group, layout in self._layouts.items():
+            page = self._pages.probe_page(group)
+            self._pages.write_page(group, page, bytes(layout.page_bytes(self._shard)))
+        return _done()
+
+    def write_probe(self, peer: PeerLife, pages: dict[str, int]) -> Future[None]:
+        """See RankKv."""
+        kv = self._peers.get(peer)
+        if kv is None or set(pages) != set(self._layouts):
+            return _failed(TransferError("handshake", f"probe pages for {sorted(pages)} at {peer}"))
+        if not self._probe_filled:  # once per life: several peers may be probed at a time
+            self._probe_filled = True
+            for group in self._layouts:
+                self._pages.write_page(group, self._pages.probe_page(group), self._probe(group))
+        written = []
+        for rank in kv.ranks:
+            copies = []
+            for group, layout in self._layouts.items():
+                pairs = [(self._pages.probe_page(group), pages[group])]
+                runs = plan_runs(layout, self._shard, rank.shard, pairs, range(layout.layers))
+                if len(runs):
+                    copies.append(Copies(self.pages.spans[group], rank.spans[group], runs))
+            if copies:
+                written.append(self._write(rank.agent_name, copies))
+        return _none_of(all_of(written))
+
+    def check_probe(self, seed: int) -> Future[None]:
+        """See RankKv."""
+        for group, layout in self._layouts.items():
+            found = self._pages.read_page(group, self._pages.probe_page(group))
+            if found != probe_page(seed, group, layout, self._shard):
+                reason = f"the {group} probe page of rank {self._shard.rank} is not as it was sent"
+                return _failed(TransferError("handshake", reason))
+        return _done()
+
+    def ship(self, peer: PeerLife, order: ShipOrder) -> Future[Shipped]:
+        """See RankKv."""
+        kv = self._peers.get(peer)
+        if kv is None:
+            return _failed(TransferError("handshake", f"not connected to {peer.worker_id}"))
+        return _started(self._shipper).ship(kv, order, lambda: self._fences.passed(order.ready_after))
+
+    def notify(self, peer: PeerLife, notification: bytes) -> Future[None]:
+        """Repeat the notification of a write that is done, of whichever rank."""
+        kv = self._peers.get(peer)
+        if kv is None:
+            return _failed(TransferError("notify", f"not connected to {peer.worker_id}"))
+        sent: Future[None] = Future()
+        self._transfer.notify(kv.ranks[0].agent_name, notification, lambda outcome: _end(sent, outcome))
+        return sent
+
+    def expect(self, change: int) -> None:
+        """See RankKv."""
+        self._transfer.expect(change)
+
+    def _write(self, agent: str, copies: list[Copies]) -> Future[None]:
+        written: Future[None] = Future()
+        self._transfer.write(agent, copies, b"", lambda outcome: _end(written, outcome))
+        return written
+
+    def _probe(self, group: str) -> bytes:
+        return probe_page(self._settings.epoch, group, self._layouts[group], self._shard)
+
+    # ------------------------------------------------------------------------------------ the transfer thread
+
+    def _open_transport(self) -> Transport:
+        name = agent_name(self._settings.worker_id, self._settings.epoch, self._shard.rank)
+        transport = self._open(name)
+        transport.register([span_of(region) for region in self._pages.memory_regions()])
+        return transport
+
+    def _describe(self, transport: Transport) -> RankMemory:
+        regions = self._pages.memory_regions()
+        return RankMemory(self._shard.rank, transport.agent_name, transport.metadata(), regions)
+
+
+def nixl_transport(name: str) -> Transport:
+    """The NIXL transport; imported when first asked for, because the import loads UCX."""
+    from antiphon.kv_transfer.nixl_transport import NixlTransport
+
+    return NixlTransport(name)
+
+
+def _started(part: T | None) -> T:
+    if part is None:
+        raise RuntimeError("the endpoint was not started")
+    return part
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def _failed(error: TransferError) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _end(future: Future[None], outcome: WriteOutcome) -> None:
+    if outcome.error is not None:
+        future.set_exception(outcome.error)
+    else:
+        future.set_result(None)
+
+
+def _none_of(future: Future[list[None]]) -> Future[None]:
+    """The same end, without the list."""
+    ended: Future[None] = Future()
+
+    def done(inner: Future[list[None]]) -> None:
+        error = inner.exception()
+        if error is not None:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    future.add_done_callback(done)
+    return ended

@@ -1,0 +1,141 @@
+"""What a rank other than 0 does for its worker's transfers: carries out what rank 0 asks for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import assert_never
+
+from antiphon.kv_transfer.endpoint import KvEndpoint
+from antiphon.kv_transfer.rank_links import follower_peer
+from antiphon.kv_transfer.ranks import PeerLife, Shipped
+from antiphon.protocol.errors import HandshakeError, TransferError
+from antiphon.protocol.identity import Role, WorkerAddress
+from antiphon.protocol.link import FAREWELL, LinkNode, LinkSettings, Peer
+from antiphon.protocol.link_thread import LinkThread
+from antiphon.protocol.messages import RankMemory
+from antiphon.protocol.rank_messages import (
+    CheckProbe,
+    ClearProbe,
+    ConnectPeer,
+    DisconnectPeer,
+    ExpectWrites,
+    RankAnswer,
+    RankCall,
+    RankMeeting,
+    RankReady,
+    ShipPages,
+    WriteProbe,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class RankServer:
+    """Serves one rank's ``KvEndpoint`` to rank 0 over a link.
+
+    Args:
+        meeting: where rank 0 listens.
+        on_failure: called with what makes this rank useless: its transfers died, or rank 0 is gone.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        rank: int,
+        meeting: RankMeeting,
+        cluster_token: str,
+        settings: LinkSettings,
+        make_endpoint: Callable[[RankMeeting, Callable[[BaseException], None]], KvEndpoint],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """Raises ConfigError when the token is too short."""
+        self._on_failure = on_failure
+        self._thread = LinkThread(f"links-{meeting.worker_id}/{rank}", self._fail)
+        me = follower_peer(role, meeting.worker_id, rank, meeting.epoch)
+        self._node = LinkNode(me, cluster_token, self, settings)
+        self._leader = WorkerAddress(meeting.worker_id, role, meeting.epoch, meeting.endpoint)
+        self._endpoint = make_endpoint(meeting, self._fail)
+        self._memory: RankMemory | None = None
+
+    def start(self) -> None:
+        """Register the pages, then tell rank 0.
+
+        Raises:
+            TransferError: the transport cannot be opened, or cannot take the memory.
+        """
+        self._memory = self._endpoint.start()
+        self._thread.start()
+        self._thread.call(self._node.start)
+        self._thread.call(self._node.connect, self._leader)
+
+    def stop(self) -> None:
+        """End the link and the transfers. Harmless when repeated."""
+        if self._memory is not None:
+            self._memory = None
+            self._thread.call(self._node.close)
+            self._endpoint.stop()
+            self._thread.stop()
+
+    def _fail(self, error: BaseException) -> None:
+        self._thread.post(self._node.close)  # rank 0 hears of it at once
+        self._on_failure(error)
+
+    def on_up(self, peer: Peer) -> None:
+        """See LinkHandler."""
+        if self._memory is not None:
+            self._node.send(peer, RankReady(self._memory))
+
+    def on_lost(self, peer: Peer, reason: str) -> None:
+        """See LinkHandler."""
+        if not reason.startswith(FAREWELL):
+            _log.warning("the link to rank 0 ended: %s", reason)
+        self._node.disconnect(peer, "over")
+
+    def on_message(self, peer: Peer, message: object) -> None:
+        """See LinkHandler."""
+        if isinstance(message, ExpectWrites):
+            self._endpoint.expect(message.change)
+        elif isinstance(message, RankCall):
+            self._answer(peer, message.call, self._carry_out(message))
+        else:
+            _log.warning("%s sent a %s to another rank", peer, type(message).__name__)
+
+    def _carry_out(self, message: RankCall) -> Future[Shipped] | Future[None]:
+        endpoint = self._endpoint
+        try:
+            match message:
+                case ConnectPeer():
+                    life = PeerLife(message.worker_id, message.epoch)
+                    return endpoint.connect(life, message.tensor_parallel, message.ranks)
+                case DisconnectPeer():
+                    return endpoint.disconnect(PeerLife(message.worker_id, message.epoch))
+                case ClearProbe():
+                    return endpoint.clear_probe()
+                case WriteProbe():
+                    return endpoint.write_probe(PeerLife(message.worker_id, message.epoch), message.pages)
+                case CheckProbe():
+                    return endpoint.check_probe(message.seed)
+                case ShipPages():
+                    return endpoint.ship(PeerLife(message.worker_id, message.epoch), message.order)
+                case _:
+                    assert_never(message)
+        except HandshakeError as error:
+            refused: Future[None] = Future()
+            refused.set_exception(TransferError("handshake", str(error)))
+            return refused
+
+    def _answer(self, peer: Peer, call: int, future: Future[Shipped] | Future[None]) -> None:
+        def done(ended: Future[Shipped] | Future[None]) -> None:
+            error = ended.exception()
+            if isinstance(error, TransferError):
+                self._node.send(peer, RankAnswer(call, error.stage, error.reason))
+            elif error is not None:
+                self._fail(error)
+            else:
+                result = ended.result()
+                shipped = (result.notification, result.size_bytes) if result is not None else (b"", 0)
+                self._node.send(peer, RankAnswer(call, "", "", *shipped))
+
+        future.add_done_callback(done)

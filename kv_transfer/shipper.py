@@ -1,0 +1,127 @@
+"""From an order to one write per destination rank, and one notification of them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+
+from antiphon.kv_transfer.checksum import crc32_of
+from antiphon.kv_transfer.handshake import PeerKv, RankPages
+from antiphon.kv_transfer.plan import GroupLayout, layer_range, plan_runs
+from antiphon.kv_transfer.ranks import Shipped
+from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
+from antiphon.kv_transfer.transport import Copies
+from antiphon.protocol.codec import encode
+from antiphon.protocol.errors import TransferError
+from antiphon.protocol.messages import WriteChecksum, WriteDone, WriteKey
+from antiphon.protocol.rank_messages import ShipOrder
+
+
+class Shipper:
+    """Plans and posts the writes of one source rank.
+
+    Args:
+        pages: this rank's.
+        layer_groups: parts in which a chunk is shipped.
+        epoch: of this life of the worker.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, GroupLayout],
+        pages: RankPages,
+        transfer: TransferThread,
+        layer_groups: int,
+        epoch: int,
+        *,
+        verify_checksums: bool,
+    ) -> None:
+        self._layouts = layouts
+        self._pages = pages
+        self._transfer = transfer
+        self._layer_groups = layer_groups
+        self._epoch = epoch
+        self._verify_checksums = verify_checksums
+
+    def ship(self, peer: PeerKv, order: ShipOrder, source_ready: Callable[[], bool]) -> Future[Shipped]:
+        """Carry out this rank's part.
+
+        With one destination rank that is rank 0 the notification travels with the write. Otherwise it is sent
+        to rank 0 once all of them are done; with nothing to write it is sent at once.
+        """
+        parts = [(rank, copies) for rank in peer.ranks if (copies := self._copies(order, rank))]
+        lead = peer.ranks[0].agent_name
+        shipped: Future[Shipped] = Future()
+
+        def post() -> None:
+            try:
+                notification = self._notification(order, parts[0][1] if len(parts) == 1 else [])
+            except TransferError as error:
+                shipped.set_exception(error)
+                return
+            size = sum(part.total_bytes for _, copies in parts for part in copies)
+
+            def finished(outcome: WriteOutcome) -> None:
+                if outcome.error is not None:
+                    shipped.set_exception(outcome.error)
+                else:
+                    shipped.set_result(Shipped(notification, size))
+
+            if len(parts) == 1 and parts[0][0].agent_name == lead:
+                self._transfer.write(lead, parts[0][1], notification, finished)
+                return
+
+            def notify(error: TransferError | None) -> None:
+                if error is not None:
+                    finished(WriteOutcome(error, 0.0))
+                else:
+                    self._transfer.notify(lead, notification, finished)
+
+            self._write_all(parts, notify)
+
+        self._transfer.when(source_ready, post, shipped.set_exception)
+        return shipped
+
+    def _write_all(
+        self, parts: list[tuple[RankPages, list[Copies]]], then: Callable[[TransferError | None], None]
+    ) -> None:
+        """Post one write per destination rank; ``then`` is called once none of them is under way."""
+        left = len(parts)
+        first_error: TransferError | None = None
+
+        def one_done(outcome: WriteOutcome) -> None:
+            nonlocal left, first_error
+            left -= 1
+            first_error = first_error or outcome.error
+            if left == 0:
+                then(first_error)
+
+        for rank, copies in parts:
+            self._transfer.write(rank.agent_name, copies, b"", one_done)
+        if not parts:
+            then(None)
+
+    def _notification(self, order: ShipOrder, checked: list[Copies]) -> bytes:
+        key = WriteKey(self._pages.shard.rank, order.chunk, order.layer_group)
+        checksum = self._checksum(checked) if self._verify_checksums and checked else None
+        identity = order.request_id, order.attempt, self._epoch, order.decode_epoch
+        return encode(WriteDone(*identity, key, checksum))
+
+    def _checksum(self, copies: list[Copies]) -> WriteChecksum:
+        """Of bytes that are final in host memory: the source pages are neither computed nor freed again."""
+        group_of = {span: group for group, span in self._pages.spans.items()}
+        spans, crc = [], 0
+        for part in copies:
+            crc = crc32_of(part.source, part.runs[:, [0, 2]], crc)
+            spans += [(group_of[part.source], to, length) for _, to, length in part.runs.tolist()]
+        return WriteChecksum(spans, crc)
+
+    def _copies(self, order: ShipOrder, rank: RankPages) -> list[Copies]:
+        copies = []
+        for group, pairs in (("full", order.full), ("sliding", order.sliding)):
+            layout = self._layouts[group]
+            layers = layer_range(layout.layers, order.layer_group, self._layer_groups)
+            runs = plan_runs(layout, self._pages.shard, rank.shard, pairs, layers)
+            if len(runs):
+                copies.append(Copies(self._pages.spans[group], rank.spans[group], runs))
+        return copies

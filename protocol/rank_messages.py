@@ -1,0 +1,125 @@
+"""What the ranks of one worker say to each other about KV; rank 0 calls, the others answer.
+
+These travel on links of the worker's own, over loopback, beside the commands of a step: a step never waits
+for one of them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from antiphon.protocol.messages import Message, RankMemory
+
+
+class StepMark(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """A point in the order of a worker's steps, the same on every rank: behind one layer group of a step."""
+
+    step: int
+    """Forward passes that rank 0 had begun, this one included."""
+    layer_group: int
+
+
+class ShipOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Write one layer group of one chunk; every rank plans its own part of it.
+
+    ``full`` and ``sliding`` are (own page, peer's page) pairs, the same on every rank.
+    """
+
+    request_id: str
+    attempt: int
+    decode_epoch: int
+    chunk: int
+    layer_group: int
+    full: tuple[tuple[int, int], ...]
+    sliding: tuple[tuple[int, int], ...]
+    ready_after: StepMark
+    """The source pages hold their bytes from there on."""
+
+
+class RankMeeting(Message, frozen=True):
+    """Rank 0 -> the others, in order with the commands: where its end of their links listens."""
+
+    worker_id: str
+    epoch: int
+    endpoint: str
+
+
+class RankReady(Message, frozen=True):
+    """Another rank -> rank 0: its pages are registered."""
+
+    memory: RankMemory
+
+
+class ConnectPeer(Message, frozen=True):
+    """Connect this rank's transfer agent to every rank of a decode worker. Twice is harmless."""
+
+    call: int
+    worker_id: str
+    epoch: int
+    tensor_parallel: int
+    ranks: tuple[RankMemory, ...]
+
+
+class DisconnectPeer(Message, frozen=True):
+    """This life of a decode worker is over."""
+
+    call: int
+    worker_id: str
+    epoch: int
+
+
+class ClearProbe(Message, frozen=True):
+    """Zero the probe pages, so that an earlier probe cannot pass for the next one."""
+
+    call: int
+
+
+class WriteProbe(Message, frozen=True):
+    """Write this rank's part of the probe into a peer's probe pages (page group -> page)."""
+
+    call: int
+    worker_id: str
+    epoch: int
+    pages: dict[str, int]
+
+
+class CheckProbe(Message, frozen=True):
+    """Compare this rank's probe pages with what a writer of this epoch writes."""
+
+    call: int
+    seed: int
+
+
+class ShipPages(Message, frozen=True):
+    """Carry out an order towards a peer."""
+
+    call: int
+    worker_id: str
+    epoch: int
+    order: ShipOrder
+
+
+class ExpectWrites(Message, frozen=True):
+    """Add to (or take from) the number of sets whose writes are being waited for; not answered."""
+
+    change: int
+
+
+class RankAnswer(Message, frozen=True):
+    """What became of a call."""
+
+    call: int
+    stage: str = ""
+    """As in TransferError; empty when it went well."""
+    reason: str = ""
+    notification: bytes = b""
+    """ShipPages: the WriteDone that the peer was sent."""
+    size_bytes: int = 0
+    """ShipPages: what was written."""
+
+
+RankCall = ConnectPeer | DisconnectPeer | ClearProbe | WriteProbe | CheckProbe | ShipPages
+"""Everything that is answered by a RankAnswer with the same ``call``."""
+
+RankMessage = RankMeeting | RankReady | RankCall | ExpectWrites | RankAnswer
+"""Every message of these links."""
