@@ -1,0 +1,138 @@
+"""Hosts of workers and routers for a run with faults; imported by the deployment's processes.
+
+Each works in its own network namespace and tells which requests it holds in which state. ``UnfencedDecode``
+gives pages back at once though a peer may still write them: with it the run must fail.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+from chaos_network import enter
+from chaos_strikes import Strikes, decode_tables, prefill_tables, router_tables
+
+from antiphon.cluster.actors import DecodeActor, PrefillActor, RouterActor, WorkerActor
+from antiphon.protocol.identity import Topology, WorkerAddress
+
+
+class Observed:
+    """What the run asks of every process beyond what the supervisor does."""
+
+    strikes = Strikes()
+    """Of this process, which hosts one worker."""
+
+    async def arm(self, state: str, number: int) -> None:
+        """Let a signal strike this process when a request enters a state."""
+        self.strikes.arm(state, number)
+
+    async def disarm(self) -> None:
+        """Take it back."""
+        self.strikes.disarm()
+
+    async def pid(self) -> int:
+        """Whom to send signals to."""
+        return os.getpid()
+
+    async def states(self) -> dict[str, int]:
+        """How many requests are in each state of each table that this process keeps."""
+        raise NotImplementedError
+
+
+class _InNamespace(Observed, WorkerActor):
+    def _start(self, topology: Topology) -> WorkerAddress:
+        self._address = enter(self._worker_id)
+        return super()._start(topology)
+
+    def _bind_host(self) -> str:
+        return self._address
+
+    def _engine_states(self) -> Counter[str]:
+        snapshot = self._started()._engine.snapshot()
+        return Counter(
+            {
+                "engine running": snapshot.running,
+                "engine waiting": snapshot.waiting,
+                "engine reserved": snapshot.awaiting_kv,
+                "engine pinned": snapshot.pinned,
+                "engine quarantined": snapshot.quarantined,
+            }
+        )
+
+    async def counters(self) -> dict[str, int]:
+        """Totals of the worker since it started."""
+        return self._started().status().counters
+
+
+class ChaosPrefill(_InNamespace, PrefillActor):
+    """A prefill worker."""
+
+    def _start(self, topology: Topology) -> WorkerAddress:
+        self.strikes.watch_all(prefill_tables())
+        return super()._start(topology)
+
+    async def states(self) -> dict[str, int]:
+        if self._worker is None:
+            return {}
+        jobs = list(self._worker._dispatch._jobs.values())
+        return dict(self._engine_states() + Counter(f"job {job.state}" for job in jobs))
+
+
+class ChaosDecode(_InNamespace, DecodeActor):
+    """A decode worker."""
+
+    def _start(self, topology: Topology) -> WorkerAddress:
+        self.strikes.watch_all(decode_tables())
+        return super()._start(topology)
+
+    async def states(self) -> dict[str, int]:
+        if self._worker is None:
+            return {}
+        receives = list(self._worker._dispatch.receiver._receives.values())
+        return dict(self._engine_states() + Counter(f"receive {one.state}" for one in receives))
+
+
+class UnfencedDecode(ChaosDecode):
+    """A decode worker that forgets who may still write its pages."""
+
+    def _start(self, topology: Topology) -> WorkerAddress:
+        from antiphon.decode_worker.receiver import KvReceiver
+
+        fenced = KvReceiver.abandon
+
+        def abandon(receiver: KvReceiver, key: tuple[str, int]) -> bool:
+            if fenced(receiver, key):
+                receiver._leases._leases.pop(key, None)
+                receiver._forget(key)
+            return False
+
+        def give_up(receiver: KvReceiver, key: tuple[str, int]) -> None:
+            abandon(receiver, key)
+            receiver._outcomes.kv_lost(key)
+
+        KvReceiver.abandon = abandon
+        KvReceiver._give_up = give_up
+        return super()._start(topology)
+
+
+class ChaosRouter(Observed, RouterActor):
+    """A router."""
+
+    async def start(self, topology: Topology) -> WorkerAddress:
+        self.strikes.watch_all(router_tables())
+        self._address = enter(self._worker_id)  # its HTTP server and its links live on this thread
+        return await super().start(topology)
+
+    def _reachable_url(self, url: str) -> str:
+        return url.replace("0.0.0.0", self._address)
+
+    async def states(self) -> dict[str, int]:
+        if self._server is None or self._server._context is None:
+            return {}
+        context = self._server._context
+        states = Counter(f"request {g.state}" for g in context.dispatcher._generations.all())
+        states["request queued"] += context.admission.queued
+        return dict(states)
+
+    async def counters(self) -> dict[str, int]:
+        return {}

@@ -1,0 +1,228 @@
+"""The clients of a run: what they ask, what an undisturbed deployment answers, what came of each request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+MODEL = "gpt-oss-tiny"
+BOUND_S = 240.0
+"""A request that has not ended after this long counts as hanging."""
+PATIENCE_S = 1.0
+"""Longest pause before a refused request is sent again, whatever Retry-After says."""
+WORDS = ("kyrie", "eleison", "gloria", "laus", "honor", "tibi", "rex", "christe", "puerile", "decus")
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Find a verse.",
+        "parameters": {"type": "object", "properties": {"verse": {"type": "string"}}, "required": ["verse"]},
+    },
+}
+
+
+def make_cases(rng: random.Random, count: int) -> list[dict[str, Any]]:
+    """Greedy chat requests of mixed length; every fourth offers a tool."""
+    cases: list[dict[str, Any]] = []
+    for index in range(count):
+        words = [rng.choice(WORDS) for _ in range(rng.choice((2, 20, 60, 150, 300)))]
+        case: dict[str, Any] = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": f"{index}: {' '.join(words)}"}],
+            "temperature": 0,
+            "max_completion_tokens": rng.choice((1, 4, 12, 24, 48)),
+        }
+        if index % 4 == 0:
+            case["tools"] = [TOOL]
+        cases.append(case)
+    return cases
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client was told."""
+
+    text: str
+    reasoning: str
+    tools: tuple[tuple[str, str], ...]
+    finish: str
+    tokens: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of all requests."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    """Answers that said: not now. By status code and whether Retry-After was there."""
+    broken: int = 0
+    """Connections that ended with a router."""
+    wrong: list[str] = field(default_factory=list)
+    """Answers that differ from the undisturbed one."""
+    unexpected: list[str] = field(default_factory=list)
+    """Ends that no fault explains."""
+    seconds: list[float] = field(default_factory=list)
+    """How long answered requests took, refusals and pauses included."""
+    ended_at: list[tuple[float, str]] = field(default_factory=list)
+    in_flight: int = 0
+
+
+class Refused(Exception):
+    """The service said: not now."""
+
+
+class Failed(Exception):
+    """The service gave up on a request; the message is the error's code."""
+
+
+class Client:
+    """Sends requests one after another until the budget is used up."""
+
+    def __init__(
+        self,
+        index: int,
+        seed: int,
+        cases: Sequence[dict[str, Any]],
+        reference: Sequence[Answer],
+        urls: Callable[[], Sequence[str]],
+        tally: Tally,
+    ) -> None:
+        self._rng = random.Random(f"{seed} client {index}")
+        self._index = index
+        self._cases, self._reference = cases, reference
+        self._urls, self._tally = urls, tally
+
+    async def run(self, http: httpx.AsyncClient, take: Callable[[], bool]) -> None:
+        """Until ``take`` says that enough was asked."""
+        while take():
+            which = self._rng.randrange(len(self._cases))
+            began = time.monotonic()
+            self._tally.in_flight += 1
+            try:
+                async with asyncio.timeout(BOUND_S):
+                    outcome = await self._one(http, which)
+            except TimeoutError:
+                outcome = "hanging"
+            finally:
+                self._tally.in_flight -= 1
+            self._tally.outcomes[outcome] += 1
+            self._tally.ended_at.append((time.monotonic(), outcome))
+            if outcome == "answered":
+                self._tally.seconds.append(time.monotonic() - began)
+
+    async def _one(self, http: httpx.AsyncClient, which: int) -> str:
+        """One request to its end, sent again while it is refused or its router dies."""
+        rng, body = self._rng, dict(self._cases[which])
+        if rng.random() < 0.6:
+            body["cache_salt"] = f"{rng.random()}"  # nothing of it is cached anywhere
+        body["stream"] = rng.random() < 0.7
+        if body["stream"]:
+            body["stream_options"] = {"include_usage": True}
+        leaves_after = rng.uniform(0.0, 1.5) if rng.random() < 0.15 else None
+        hurried = leaves_after is None and rng.random() < 0.05
+        if hurried:
+            body["timeout_s"] = rng.uniform(0.1, 1.5)
+        while True:
+            url = rng.choice(self._urls())
+            try:
+                async with asyncio.timeout(leaves_after):
+                    answer = await ask(http, url, body)
+            except TimeoutError:
+                return "left"
+            except Refused as refusal:
+                self._tally.refusals[str(refusal)] += 1
+                await asyncio.sleep(rng.uniform(0.2, PATIENCE_S))
+            except httpx.TransportError:
+                self._tally.broken += 1
+                await asyncio.sleep(rng.uniform(0.1, 0.5))
+            except Failed as failure:
+                if hurried and str(failure) == "timeout":
+                    return "deadline"
+                self._tally.unexpected.append(f"case {which}: {failure}")
+                return "failed"
+            else:
+                if answer != self._reference[which]:
+                    self._tally.wrong.append(f"case {which}: {answer} instead of {self._reference[which]}")
+                    return "wrong"
+                return "answered"
+
+
+async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
+    """One attempt at a request.
+
+    Raises:
+        Refused: 429 or 503 before the first token.
+        Failed: any other error of the service.
+        httpx.TransportError: the connection ended.
+    """
+    path = f"{url}/v1/chat/completions"
+    if not body.get("stream"):
+        response = await http.post(path, json=body)
+        _check(response.status_code, response)
+        return _whole(response.json())
+    async with http.stream("POST", path, json=body) as response:
+        if response.status_code != httpx.codes.OK:
+            await response.aread()
+            _check(response.status_code, response)
+        return await _streamed(response)
+
+
+def _check(status: int, response: httpx.Response) -> None:
+    if status in (429, 503):
+        if "retry-after" not in response.headers:
+            raise Failed(f"{status} without Retry-After")
+        raise Refused(f"{status} {response.json()['error']['message'][:60]}")
+    if status != httpx.codes.OK:
+        raise Failed(str(response.json()["error"]["code"]))
+
+
+def _whole(document: dict[str, Any]) -> Answer:
+    message = document["choices"][0]["message"]
+    calls = message.get("tool_calls") or []
+    return Answer(
+        message.get("content") or "",
+        message.get("reasoning") or "",
+        tuple((call["function"]["name"], call["function"]["arguments"]) for call in calls),
+        document["choices"][0]["finish_reason"],
+        document["usage"]["completion_tokens"],
+    )
+
+
+async def _streamed(response: httpx.Response) -> Answer:
+    text, reasoning, finish, tokens = "", "", "", 0
+    calls: dict[int, list[str]] = {}
+    done = False
+    async for line in response.aiter_lines():
+        if not line.startswith("data: "):
+            continue
+        if line == "data: [DONE]":
+            done = True
+            continue
+        event = json.loads(line[6:])
+        if "error" in event:
+            raise Failed(str(event["error"]["code"]))
+        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            text += delta.get("content") or ""
+            reasoning += delta.get("reasoning") or ""
+            finish = choice["finish_reason"] or finish
+            for call in delta.get("tool_calls") or []:
+                name, arguments = calls.setdefault(call["index"], ["", ""])
+                function = call.get("function") or {}
+                calls[call["index"]] = [
+                    name + (function.get("name") or ""),
+                    arguments + (function.get("arguments") or ""),
+                ]
+    if not done:
+        raise httpx.RemoteProtocolError("the stream ended before its end")
+    return Answer(text, reasoning, tuple((n, a) for n, a in calls.values()), finish, tokens)

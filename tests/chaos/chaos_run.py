@@ -1,0 +1,292 @@
+"""A deployment of real processes under load; workers are killed, stopped and restarted and links are cut.
+
+    python tests/chaos/chaos_run.py [--seed N] [--requests N] [--output DIR] [--unfenced]
+
+Exit status 0 only when every request ended, every answer is the undisturbed one, and afterwards nothing is
+held anywhere. Linux only; without root it needs user namespaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import secrets
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import chaos_network
+import httpx
+from chaos_actors import ChaosDecode, ChaosPrefill, ChaosRouter, UnfencedDecode
+from chaos_clients import Answer, Client, Refused, Tally, ask, make_cases
+from chaos_faults import Faults
+from chaos_report import Report, Sample, sample
+
+from antiphon.cluster.deployment import Deployment
+from antiphon.cluster.process_plan import ProcessSpec, plan_processes
+from antiphon.cluster.ray_cluster import RayCluster, RayProcess
+from antiphon.cluster.resolution import resolve_deployment
+from antiphon.cluster.supervisor import MemberState, Supervisor
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.model.checkpoint.synthesize import synthesize
+from antiphon.protocol.identity import Role
+
+CASES = 48
+QUIET_S = 60.0
+"""After the last fault and the last request, everything must be free and everybody ready within this."""
+
+
+def configuration(checkpoint: Path) -> DeploymentConfig:
+    """Two of everything; pages so few that they are used again at once, leases short enough to run out."""
+    return DeploymentConfig.model_validate(
+        {
+            "model": {"path": str(checkpoint), "served_name": "gpt-oss-tiny", "dtype": "float32"},
+            "router": {
+                "replicas": 2,
+                "host": "0.0.0.0",
+                "port": 0,
+                "max_in_flight_requests": 12,
+                "max_attempts": 30,
+                "drain_timeout_s": 5,
+                "worker_replacement_wait_s": 60,
+                "current_date": "2026-01-01",
+            },
+            "prefill": {
+                "replicas": 2,
+                "chunk_tokens": 128,
+                "kv_cache": {"page_size_tokens": 16, "full_pages": 256, "sliding_pages": 128},
+            },
+            "decode": {
+                "replicas": 2,
+                "chunk_tokens": 128,
+                "max_batch_size": 8,
+                "max_reservations_waiting": 4,
+                "kv_cache": {"page_size_tokens": 16, "full_pages": 192, "sliding_pages": 128},
+            },
+            "transfer": {"lease_s": 5.0, "heartbeat_s": 0.5, "completion_timeout_s": 0.6},
+            "log": {"level": "warning"},
+        }
+    )
+
+
+class ObservedCluster(RayCluster):
+    """Remembers the actor of each process, to ask it what the supervisor does not."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.actors: dict[str, Asked] = {}
+
+    def launch(self, spec: ProcessSpec) -> RayProcess:
+        process = super().launch(spec)
+        self.actors[spec.worker_id] = Asked(process)
+        return process
+
+
+class Asked:
+    """The questions of ``chaos_actors.Observed``, by name."""
+
+    def __init__(self, process: RayProcess) -> None:
+        self._process = process
+
+    def __getattr__(self, name: str) -> Any:
+        async def ask_it(*arguments: object) -> Any:
+            async with asyncio.timeout(2.0):
+                return await self._process._call(name, *arguments)
+
+        return ask_it
+
+
+class Run:
+    """One run on one deployment."""
+
+    def __init__(self, options: argparse.Namespace, deployment: Deployment, cluster: ObservedCluster) -> None:
+        self.options = options
+        self.deployment = deployment
+        self.cluster = cluster
+        self.tally = Tally()
+        self.samples: list[Sample] = []
+        self.began = time.monotonic()
+
+    async def go(self, config: DeploymentConfig, network: chaos_network.Network) -> Report:
+        """Reference, load with faults, rest; then everything is counted."""
+        options = self.options
+        rng = random.Random(options.seed)
+        cases = make_cases(rng, CASES)
+        limits = httpx.Limits(max_connections=options.clients * 2)
+        async with httpx.AsyncClient(timeout=httpx.Timeout(300.0), trust_env=False, limits=limits) as http:
+            reference = await self._reference(http, cases)
+            await self._idle()
+            before = await sample(self.cluster.actors, self.began)
+            say(f"{len(cases)} undisturbed answers after {time.monotonic() - self.began:.0f} s")
+            faults = Faults(
+                self.deployment.supervisor,
+                self.cluster.actors,
+                network,
+                rng,
+                lease_s=config.transfer.lease_s,
+                began=self.began,
+            )
+            watching = asyncio.create_task(self._watch(faults))
+            load_began = time.monotonic() - self.began
+            await self._load(http, cases, reference, faults)
+            load_ended = time.monotonic() - self.began
+            held = await self._rest()
+            watching.cancel()
+            after = await sample(self.cluster.actors, self.began)
+        return Report(
+            options,
+            self.tally,
+            faults.record,
+            before,
+            after,
+            self.samples,
+            held,
+            self.began,
+            load_began,
+            load_ended,
+        )
+
+    async def _reference(self, http: httpx.AsyncClient, cases: list[dict[str, Any]]) -> list[Answer]:
+        answers = []
+        for case in cases:
+            while True:
+                try:
+                    answers.append(await ask(http, self.deployment.urls[0], case))
+                    break
+                except Refused:
+                    await asyncio.sleep(0.2)
+        return answers
+
+    async def _load(
+        self, http: httpx.AsyncClient, cases: list[dict[str, Any]], reference: list[Answer], faults: Faults
+    ) -> None:
+        """Clients go on until enough was asked and every fault has struck."""
+        asked = 0
+
+        def progress() -> float:
+            return sum(self.tally.outcomes.values()) / self.options.requests
+
+        striking = asyncio.create_task(faults.run(self.options.scale, progress))
+
+        def take() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked <= self.options.requests or not striking.done()
+
+        clients = [
+            Client(
+                index,
+                self.options.seed,
+                cases,
+                reference,
+                lambda: self.deployment.urls or ("http://127.0.0.1:9",),
+                self.tally,
+            )
+            for index in range(self.options.clients)
+        ]
+        await asyncio.gather(striking, *(client.run(http, take) for client in clients))
+
+    async def _watch(self, faults: Faults) -> None:
+        said = 0.0
+        while True:
+            self.samples.append(await sample(self.cluster.actors, self.began))
+            if time.monotonic() - said > 10:
+                said = time.monotonic()
+                done = dict(self.tally.outcomes)
+                struck, wrong = len(faults.record.struck), len(self.tally.wrong)
+                say(f"{said - self.began:5.0f} s: {done}, faults {struck}, wrong {wrong}")
+            await asyncio.sleep(1.0)
+
+    async def _rest(self) -> dict[str, int]:
+        """Wait until everybody runs and nothing is held; what is held when patience ends."""
+        held: dict[str, int] = {"nobody was asked": 1}
+        deadline = time.monotonic() + QUIET_S
+        while time.monotonic() < deadline and held:
+            await asyncio.sleep(0.5)
+            held = await self._held()
+        return held
+
+    async def _idle(self) -> None:
+        await self._rest()
+
+    async def _held(self) -> dict[str, int]:
+        held: Counter[str] = Counter()
+        for member in self.deployment.supervisor.members:
+            name = member.spec.worker_id
+            if member.state is not MemberState.RUNNING or member.handle is None:
+                held[f"{name} is {member.state}"] += 1
+                continue
+            status = await member.handle.status()
+            held[f"{name}: requests"] += status.requests
+            held[f"{name}: pages"] += status.pages_held
+            held[f"{name}: not ready: {status.detail}"] += not status.ready
+            held.update(
+                {f"{name}: {state}": n for state, n in (await self.cluster.actors[name].states()).items()}
+            )
+        return {what: count for what, count in held.items() if count}
+
+
+async def run(options: argparse.Namespace) -> Report:
+    """Start a deployment, disturb it, end it."""
+    checkpoint = options.output / "checkpoint"
+    if not checkpoint.exists():
+        synthesize(checkpoint, like="tiny", seed=1)
+    config = configuration(checkpoint)
+    specs = plan_processes(config)
+    kinds = {
+        Role.PREFILL: ChaosPrefill,
+        Role.DECODE: UnfencedDecode if options.unfenced else ChaosDecode,
+        Role.ROUTER: ChaosRouter,
+    }
+    os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": chaos_network.DEVICE}
+    with (
+        chaos_network.Network(spec.worker_id for spec in specs) as network,
+        ObservedCluster(resolve_deployment(config), specs, actor_kinds=kinds) as cluster,
+    ):
+        transfer = config.transfer
+        supervisor = Supervisor(specs, cluster, lease_s=transfer.lease_s, heartbeat_s=transfer.heartbeat_s)
+        try:
+            await supervisor.start()
+            deployment = Deployment(supervisor)
+            await deployment.wait_ready()
+            say(f"{len(specs)} processes are ready")
+            return await Run(options, deployment, cluster).go(config, network)
+        finally:
+            await supervisor.stop(5.0)
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    sys.stderr.write(f"chaos: {text}\n")
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--scale", type=float, default=None, help="faults, 1.0 is all of them")
+    parser.add_argument("--output", type=Path, default=Path(".cache/chaos"))
+    parser.add_argument(
+        "--unfenced", action="store_true", help="give pages back though a peer may write them"
+    )
+    options = parser.parse_args()
+    chaos_network.isolate()
+    options.seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
+    options.scale = options.requests / 2000 if options.scale is None else options.scale
+    options.output = options.output.resolve()
+    options.output.mkdir(parents=True, exist_ok=True)
+    say(f"SEED={options.seed} REQUESTS={options.requests}")
+    report = asyncio.run(run(options))
+    report.write(options.output)
+    sys.stdout.write(report.summary() + "\n")
+    return 0 if not report.failures() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
