@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 
 from antiphon.benchmarks.expert_spread import expert_spread, recorded_routing
-from antiphon.benchmarks.floors import FP8_BITS, MXFP4_BITS, decode_floor_ms, prefill_floor_ms
+from antiphon.benchmarks.floors import Form, decode_floor_ms, prefill_floor_ms
 from antiphon.benchmarks.records import (
     BENCH_DECODE,
     BENCH_PREFILL,
@@ -217,9 +217,10 @@ def prefill_point(bench: Bench, tokens: int, chunk: int, repeats: int) -> Record
         loop.release(f"p{number}", 1)
         while loop.has_work():
             loop.step()
-    resident, bits = ("mxfp4 and fp8", FP8_BITS) if bench.resident_fp8 else ("mxfp4", MXFP4_BITS)
+    form: Form = "fp8" if bench.resident_fp8 else "mxfp4"
+    resident = "mxfp4 and fp8" if bench.resident_fp8 else "mxfp4"
     extra: dict[str, object] = {"resident_weights": resident, "chunk_tokens": chunk, "repeats": repeats}
-    floor = prefill_floor_ms(bench.model.config, tokens, bits)
+    floor = prefill_floor_ms(bench.model.config, tokens, form)
     value = statistics.median(times[1:])
     return _record(bench, BENCH_PREFILL, value, floor, extra, batch=1, input_tokens=tokens)
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from antiphon.benchmarks import records
-from antiphon.benchmarks.plan import floors, work
+from antiphon.benchmarks import floors, records
+from antiphon.benchmarks.plan import work
 from antiphon.benchmarks.plan.efficiency import Efficiencies, calibrate
 from antiphon.benchmarks.plan.fit import Errors, Row, leave_one_out, non_negative_fit
 from antiphon.benchmarks.plan.hardware import H200, Gpu

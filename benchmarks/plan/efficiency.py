@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from antiphon.benchmarks import records
-from antiphon.benchmarks.plan import floors
+from antiphon.benchmarks import floors, records
+from antiphon.benchmarks.floors import Work
 from antiphon.benchmarks.plan.fit import Errors, Row, leave_one_out, non_negative_fit
-from antiphon.benchmarks.plan.floors import Work
 from antiphon.benchmarks.plan.hardware import H200, Gpu
 from antiphon.benchmarks.plan.work import KernelClass
 from antiphon.benchmarks.records import Record
@@ -153,7 +152,7 @@ def _readings(record: Record, gpu: Gpu) -> list[tuple[KernelClass, Work, float]]
         return []
     if kernel.startswith("moe_streamed") and record.batch:
         flop = 2.0 * record.batch * shape.experts_per_token * floors.expert_values(shape)
-        expected = floors.distinct_experts(shape, record.batch) * floors.expert_bytes(shape, "mxfp4")
+        expected = floors.expected_experts(shape, record.batch) * floors.expert_bytes(shape, "mxfp4")
         read = expected if record.floor is None else record.floor * 1e-6 * gpu.bytes_per_s
         found = [(KernelClass.MOE_DECODE, Work(read, flop, launches=1), times.get("experts", value_s))]
         if "route" in times:
@@ -164,7 +163,7 @@ def _readings(record: Record, gpu: Gpu) -> list[tuple[KernelClass, Work, float]]
     if kernel.startswith("moe_fp8") and record.input_tokens:
         tokens = record.input_tokens
         flop = 2.0 * tokens * shape.experts_per_token * floors.expert_values(shape)
-        read = floors.distinct_experts(shape, tokens) * floors.expert_bytes(shape, "fp8")
+        read = floors.expected_experts(shape, tokens) * floors.expert_bytes(shape, "fp8")
         work = Work(read, fp8_flop=flop, launches=1)
         return [(KernelClass.MOE_PREFILL, work, times.get("experts", value_s))]
     return []

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from antiphon.benchmarks.plan import floors
+from antiphon.benchmarks import floors
 from antiphon.benchmarks.plan.cost_model import CHUNK_TOKENS, RESERVED_BYTES, CostModel
 from antiphon.benchmarks.plan.queueing import fewest_servers, staffed, wait_quantile_s
 from antiphon.benchmarks.records import Layout

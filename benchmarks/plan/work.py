@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from antiphon.benchmarks.plan import floors
-from antiphon.benchmarks.plan.floors import Form, Work
+from antiphon.benchmarks import floors
+from antiphon.benchmarks.floors import Form, Work
 from antiphon.benchmarks.records import Layout
 from antiphon.model.config import GptOssConfig
 
@@ -42,7 +42,7 @@ def decode_step(
 ) -> dict[KernelClass, Work]:
     """One step of ``batch`` sequences that hold ``context`` tokens each."""
     tp, layers = layout.tp, shape.num_hidden_layers
-    dense_flop = 2 * batch * _dense_values(shape)
+    dense_flop = 2 * batch * floors.dense_values(shape)
     parts = {
         KernelClass.DENSE_DECODE: Work(
             bytes=layers * floors.attention_weight_bytes(shape) / tp,
@@ -87,17 +87,17 @@ def prefill_chunk(
     experts = floors.expert_values(shape) * shape.experts_per_token
     # TP of experts pads a rank's rows; EP gives each rank whole experts, uniform routing assumed.
     share = 1 / tp if layout.ep > 1 else floors.padded_share(shape, tp)
-    distinct = floors.distinct_experts(shape, tokens)
+    distinct = floors.expected_experts(shape, tokens)
     moe_flop = layers * 2.0 * tokens * experts * share
     fp8 = form == "fp8" or widen
     parts = {
         KernelClass.DENSE_PREFILL: Work(
             bytes=layers * floors.attention_weight_bytes(shape) / tp,
-            bf16_flop=layers * 2.0 * tokens * (_dense_values(shape) + shape.num_experts * hidden) / tp,
+            bf16_flop=layers * 2.0 * tokens * (floors.dense_values(shape) + shape.num_experts * hidden) / tp,
             launches=3 * layers,
         ),
         KernelClass.ATTENTION_PREFILL: Work(
-            bf16_flop=_attention_flop(shape, tokens, before) / tp, launches=layers
+            bf16_flop=floors.attention_flop(shape, tokens, before) / tp, launches=layers
         ),
         KernelClass.MOE_PREFILL: Work(
             bytes=layers * distinct * floors.expert_bytes(shape, "fp8" if widen else form) * share,
@@ -120,12 +120,6 @@ def prefill_chunk(
     return parts
 
 
-def _dense_values(shape: GptOssConfig) -> int:
-    """Weights of one layer's QKV and output projections."""
-    qkv = shape.hidden_size * (shape.query_width + 2 * shape.kv_width)
-    return qkv + shape.query_width * shape.hidden_size
-
-
 def _decode_experts(shape: GptOssConfig, layout: Layout, batch: float, form: Form) -> Work:
     layers, each = shape.num_hidden_layers, floors.expert_bytes(shape, form)
     if layout.ep > 1:
@@ -133,18 +127,9 @@ def _decode_experts(shape: GptOssConfig, layout: Layout, batch: float, form: For
         share = 1 / layout.ep
     else:
         share = floors.padded_share(shape, layout.tp)
-        read = floors.distinct_experts(shape, batch) * each * share
+        read = floors.expected_experts(shape, batch) * each * share
     flop = 2 * batch * shape.experts_per_token * floors.expert_values(shape) * share
     return Work(bytes=layers * read, bf16_flop=layers * flop, launches=layers)
-
-
-def _attention_flop(shape: GptOssConfig, tokens: int, before: int) -> float:
-    """QK and PV of all query heads: causal over everything in full layers, the window in sliding ones."""
-    full_pairs = tokens * before + tokens * tokens / 2
-    seen = min(before + tokens, shape.sliding_window)
-    per_pair = 4 * shape.query_width
-    sliding_pairs = tokens * float(seen)
-    return per_pair * (len(shape.full_layers) * full_pairs + len(shape.sliding_layers) * sliding_pairs)
 
 
 def _elementwise_bytes(shape: GptOssConfig, tp: int) -> float:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.benchmarks.plan import floors, work
+from antiphon.benchmarks import floors
+from antiphon.benchmarks.plan import work
 from antiphon.benchmarks.plan.cost_model import CostModel, build
 from antiphon.benchmarks.plan.efficiency import ASSUMED, Efficiencies, calibrate
 from antiphon.benchmarks.plan.fit import leave_one_out, non_negative_fit
@@ -102,8 +103,8 @@ def test_kv_and_all_reduce_bytes() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 4.0), (8, 28.7), (32, 81.7), (128, 125.8)])
-def test_distinct_experts(tokens: int, experts: float) -> None:
-    assert floors.distinct_experts(preset("gpt-oss-120b"), tokens) == pytest.approx(experts, rel=2e-3)
+def test_expected_experts(tokens: int, experts: float) -> None:
+    assert floors.expected_experts(preset("gpt-oss-120b"), tokens) == pytest.approx(experts, rel=2e-3)
 
 
 def test_the_busiest_rank_against_drawn_routings() -> None:

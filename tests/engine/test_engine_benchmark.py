@@ -13,8 +13,7 @@ from antiphon.benchmarks import engine as benchmark
 from antiphon.benchmarks import engine_host_cost
 from antiphon.benchmarks.expert_spread import expert_spread, recorded_routing
 from antiphon.benchmarks.floors import (
-    FP8_BITS,
-    MXFP4_BITS,
+    Form,
     decode_floor_ms,
     expected_experts,
     prefill_floor_ms,
@@ -39,17 +38,17 @@ def test_decode_floors(model: str, batch: int, context: int, floor: float) -> No
 
 
 @pytest.mark.parametrize(
-    ("model", "tokens", "bits", "floor"),
+    ("model", "tokens", "form", "floor"),
     [
-        ("gpt-oss-20b", 1024, FP8_BITS, 4.49),
-        ("gpt-oss-20b", 8192, FP8_BITS, 37.2),
-        ("gpt-oss-20b", 32768, FP8_BITS, 228.9),
-        ("gpt-oss-120b", 1024, MXFP4_BITS, 13.34),
-        ("gpt-oss-120b", 8192, MXFP4_BITS, 56.0),
+        ("gpt-oss-20b", 1024, "fp8", 4.49),
+        ("gpt-oss-20b", 8192, "fp8", 37.2),
+        ("gpt-oss-20b", 32768, "fp8", 228.9),
+        ("gpt-oss-120b", 1024, "mxfp4", 13.34),
+        ("gpt-oss-120b", 8192, "mxfp4", 56.0),
     ],
 )
-def test_prefill_floors(model: str, tokens: int, bits: float, floor: float) -> None:
-    assert prefill_floor_ms(preset(model), tokens, bits) == pytest.approx(floor, rel=5e-3)
+def test_prefill_floors(model: str, tokens: int, form: Form, floor: float) -> None:
+    assert prefill_floor_ms(preset(model), tokens, form) == pytest.approx(floor, rel=5e-3)
 
 
 def test_the_spread_of_experts_is_seen() -> None:
