@@ -194,8 +194,6 @@ class RouterConfig(Section):
     """PEM file of the certificate chain; with it and its key the API is HTTPS."""
     tls_key_file: str | None = None
     """PEM file of the certificate's private key."""
-    vllm_metric_names: bool = False
-    """/metrics has the figures that vLLM also has under its names too, for dashboards and load generators."""
     current_date: datetime.date | None = None
     """The date that prompts name; today's (UTC) when absent. A fixed one keeps caches past midnight."""
     cors_origins: tuple[str, ...] = ()
@@ -233,6 +231,28 @@ class LogConfig(Section):
     """Least severe event that is written."""
 
 
+class MetricsConfig(Section):
+    """Prometheus metrics. A router has them at /metrics of its API; other processes listen for them alone."""
+
+    host: str = "127.0.0.1"
+    """Address that workers and the supervisor listen on."""
+    supervisor_port: int = pydantic.Field(0, ge=0, le=65535)
+    """Port of the supervisor, which also lists every process at /targets; 0 picks a free one."""
+    worker_port: int = pydantic.Field(0, ge=0, le=65535)
+    """First port of workers: those of one node take it and the ones after it; 0 picks free ones."""
+    compat: Literal["vllm"] | None = None
+    """``vllm``: figures that vLLM also has appear a second time under its names, for existing dashboards."""
+
+
+class TracingConfig(Section):
+    """OpenTelemetry spans of requests."""
+
+    otlp_endpoint: str | None = None
+    """Base URL of an OTLP/HTTP receiver, such as ``http://collector:4318``; absent records nothing."""
+    sample_ratio: float = pydantic.Field(0.1, ge=0, le=1)
+    """Share of requests that are recorded, of those whose ``traceparent`` does not decide it."""
+
+
 class DeploymentConfig(Section):
     """A whole deployment: what ``antiphon serve --config FILE`` reads."""
 
@@ -243,6 +263,8 @@ class DeploymentConfig(Section):
     transfer: TransferConfig = TransferConfig()
     ray: RayConfig = RayConfig()
     log: LogConfig = LogConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
 
     @pydantic.model_validator(mode="after")
     def _pools_agree(self) -> DeploymentConfig:

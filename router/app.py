@@ -106,7 +106,7 @@ def create_app(context: ApiContext, is_draining: Callable[[], bool]) -> FastAPI:
 
 def wrap_app(app: FastAPI, context: ApiContext, keys: ApiKeys) -> ASGIApp:
     """The application as it is served; cross-origin answers come before keys, as browsers send none then."""
-    boundary = HttpBoundary(app, context.metrics, keys)
+    boundary = HttpBoundary(app, context.metrics, keys, context.tracer)
     if not context.config.cors_origins:
         return boundary
     return CORSMiddleware(
@@ -114,7 +114,7 @@ def wrap_app(app: FastAPI, context: ApiContext, keys: ApiKeys) -> ASGIApp:
         allow_origins=context.config.cors_origins,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
-        expose_headers=("x-request-id", "retry-after", WORKERS_HEADER),
+        expose_headers=("x-request-id", "traceresponse", "server-timing", "retry-after", WORKERS_HEADER),
     )
 
 
@@ -253,9 +253,9 @@ def _add_operations(app: FastAPI, context: ApiContext, is_draining: Callable[[],
         return _json({"status": "ready", "pairs": [{"prefill": p, "decode": d} for p, d in pairs]})
 
     @app.get("/metrics", tags=["Operations"], openapi_extra=operation(also=TEXT))
-    async def metrics() -> Response:
-        """Prometheus metrics."""
-        text, content_type = context.metrics.exposition()
+    async def metrics(request: Request) -> Response:
+        """Prometheus metrics, with exemplars for a scraper that accepts OpenMetrics."""
+        text, content_type = context.metrics.exposition(request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type})
 
 

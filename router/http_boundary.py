@@ -28,11 +28,16 @@ from antiphon.router.openai.errors import (
     server_error,
 )
 from antiphon.router.pages import PAGE_PATHS
+from antiphon.router.request_trace import REQUEST_ID, TRACE
+from antiphon.telemetry.trace_context import TraceContext
+from antiphon.telemetry.tracing import Span, Tracer, UnrecordedTracer
 
 log = structlog.get_logger("antiphon.router.http")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json", *PAGE_PATHS})
 """What probes, scrapers and browsers read without a key."""
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+"""Paths that name a span; others may hold ids, and their route is an attribute."""
 _ERROR_TYPE = "antiphon.error_type"
 _CRASHED = server_error("Internal error.")
 
@@ -40,17 +45,25 @@ _CRASHED = server_error("Internal error.")
 class HttpBoundary:
     """ASGI middleware around everything else."""
 
-    def __init__(self, app: ASGIApp, metrics: RouterMetrics, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics, keys: ApiKeys, tracer: Tracer) -> None:
         self._app = app
         self._metrics = metrics
         self._keys = keys
+        # What probes and scrapers ask is no part of anybody's request.
+        self._tracers = dict.fromkeys(OPEN_PATHS, UnrecordedTracer()), tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = f"req_{uuid.uuid4().hex}"
+        request_id = scope[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
+        span = self._begin_span(scope)
+        trace = scope[TRACE] = span.context
+        more_headers = [
+            (b"x-request-id", request_id.encode()),
+            (b"traceresponse", trace.header().encode()),
+        ]
         started = time.perf_counter()
         status: int | None = None
 
@@ -58,13 +71,10 @@ class HttpBoundary:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {
-                    **message,
-                    "headers": [*message["headers"], (b"x-request-id", request_id.encode())],
-                }
+                message = {**message, "headers": [*message["headers"], *more_headers]}
             await send(message)
 
-        with structlog.contextvars.bound_contextvars(http_request_id=request_id):
+        with structlog.contextvars.bound_contextvars(http_request_id=request_id, trace_id=trace.trace_id):
             try:
                 scope[CALLER] = self._keys.identify(Headers(scope=scope).get("authorization"))
                 if scope["path"] in OPEN_PATHS or scope[CALLER] is not None:
@@ -78,7 +88,23 @@ class HttpBoundary:
                 elif scope.get(_ERROR_TYPE) != _CRASHED.metric_type:
                     # Too late for a body: dropping the connection is the only way to say it.
                     await abort_connection(scope)
-            self._account(scope, 499 if status is None else status, time.perf_counter() - started)
+            status = 499 if status is None else status
+            self._account(scope, status, time.perf_counter() - started)
+            span.end(
+                error=scope.get(_ERROR_TYPE) if status >= 500 else None,
+                attributes={"http.route": _endpoint(scope), "http.response.status_code": status},
+            )
+
+    def _begin_span(self, scope: Scope) -> Span:
+        parent = TraceContext.parse(Headers(scope=scope).get("traceparent"))
+        unrecorded, tracer = self._tracers
+        about = {"http.request.method": scope["method"], "antiphon.http_request_id": scope[REQUEST_ID]}
+        return unrecorded.get(scope["path"], tracer).start(
+            f"{scope['method']} {scope['path'] if scope['path'] in GENERATION_PATHS else 'other'}",
+            parent,
+            server=True,
+            attributes=about,
+        )
 
     def _account(self, scope: Scope, status: int, seconds: float) -> None:
         endpoint = _endpoint(scope)

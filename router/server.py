@@ -34,6 +34,7 @@ from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.response_store import ResponseStore
 from antiphon.router.openai.sqlite_response_store import SqliteResponseStore
 from antiphon.router.served_model import ServedModel
+from antiphon.telemetry.tracing import Tracer, UnrecordedTracer
 
 log = structlog.get_logger("antiphon.router")
 
@@ -47,9 +48,16 @@ class RouterServer:
     """A router. ``start``, ``set_topology`` as often as workers come and go, ``stop`` once."""
 
     def __init__(
-        self, config: DeploymentConfig, model: ServedModel, formatter: ChatFormatter, gateway: WorkerGateway
+        self,
+        config: DeploymentConfig,
+        model: ServedModel,
+        formatter: ChatFormatter,
+        gateway: WorkerGateway,
+        tracer: Tracer | None = None,
     ) -> None:
+        """``tracer`` records the spans of requests; absent records none."""
         self._config = config
+        self._tracer = tracer or UnrecordedTracer()
         self._gateway = gateway
         self._model = model
         self._formatter = formatter
@@ -90,7 +98,7 @@ class RouterServer:
         check_certificate(router)
         listener = bind_socket(router.host, router.port)
         host, port = listener.getsockname()[:2]
-        metrics = RouterMetrics(self._model.name, vllm_names=router.vllm_metric_names)
+        metrics = RouterMetrics(self._model.name, vllm_names=self._config.metrics.compat == "vllm")
         page_size_tokens = self._config.decode.kv_cache.page_size_tokens
         dispatcher = Dispatcher(self._gateway, router, page_size_tokens, metrics)
         admission = Admission(router.max_in_flight_requests, router.max_queued_requests, metrics)
@@ -101,7 +109,7 @@ class RouterServer:
             raise
         limits = KeyLimits(router.key_limits)
         self._context = ApiContext(
-            router, self._model, self._formatter, dispatcher, admission, metrics, store, limits
+            router, self._model, self._formatter, dispatcher, admission, metrics, store, limits, self._tracer
         )
         app = create_app(self._context, lambda: self._draining)
         self._server = _EmbeddedServer(
@@ -151,6 +159,7 @@ class RouterServer:
         await self._serving
         await self._gateway.close()
         await self._context.store.close()
+        await asyncio.to_thread(self._tracer.close)
         log.info("router_stopped", cut=cut)
 
 

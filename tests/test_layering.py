@@ -17,12 +17,13 @@ LAYERS: dict[str, frozenset[str]] = {
     "protocol": frozenset(),
     "kernels": frozenset(),
     "configs": frozenset({"protocol"}),
-    "kv_transfer": frozenset({"protocol"}),
+    "telemetry": frozenset({"protocol"}),
+    "kv_transfer": frozenset({"protocol", "telemetry"}),
     "model": frozenset({"kernels", "protocol"}),
-    "engine": frozenset({"model", "kernels", "protocol", "configs"}),
-    "prefill_worker": frozenset({"engine", "kv_transfer", "protocol", "configs"}),
-    "decode_worker": frozenset({"engine", "kv_transfer", "protocol", "configs"}),
-    "router": frozenset({"protocol", "configs"}),
+    "engine": frozenset({"model", "kernels", "protocol", "configs", "telemetry"}),
+    "prefill_worker": frozenset({"engine", "kv_transfer", "protocol", "configs", "telemetry"}),
+    "decode_worker": frozenset({"engine", "kv_transfer", "protocol", "configs", "telemetry"}),
+    "router": frozenset({"protocol", "configs", "telemetry"}),
     "demo": frozenset({"protocol", "configs", "kernels", "model"}),
 }
 """Folder -> the folders it may import besides itself. ``protocol`` carries the error classes."""
@@ -32,10 +33,11 @@ TOP = frozenset({"cluster", "benchmarks"})
 
 EXTERNAL_OWNERS: dict[str, frozenset[str]] = {
     "ray": TOP,
-    "torch": frozenset(LAYERS) - {"protocol", "configs", "router"} | TOP,
+    "torch": frozenset(LAYERS) - {"protocol", "configs", "router", "telemetry"} | TOP,
     "typer": TOP,
     "fastapi": frozenset({"router"}) | TOP,
     "openai_harmony": frozenset({"router", "demo"}) | TOP,
+    "opentelemetry": frozenset({"telemetry"}),
 }
 """A library -> the folders that may know it."""
 

@@ -14,7 +14,7 @@ from panels import DATASOURCE, WINDOW, Panel, Query, density, lines, mean, numbe
 
 MODEL = 'model_name=~"$model"'
 STAGES = "antiphon_stage_duration_seconds"
-TTFT_STAGES = "tokenize|queue|route|reserve|prefill_queue|prefill|transfer|first_decode"
+TTFT_STAGES = "tokenize|queue|retry|route|reserve|prefill_queue|prefill|transfer|first_decode"
 
 DCGM_METRICS = {
     "DCGM_FI_DEV_GPU_UTIL": "share of time with a kernel running, %",
@@ -76,7 +76,7 @@ def overview() -> list[Panel | builder.Row]:
             "Generated tokens",
             "Tokens per second received from decode workers.",
             "short",
-            Query(rate("antiphon_generation_tokens_total")),
+            Query(rate("antiphon_output_tokens_total")),
         ),
         lines(
             "Time to first token",
@@ -89,6 +89,7 @@ def overview() -> list[Panel | builder.Row]:
             "Between two tokens of one answer.",
             "s",
             *quantiles("antiphon_inter_token_latency_seconds", MODEL, 0.5, 0.9, 0.99),
+            mean("antiphon_time_per_output_token_seconds", MODEL, legend="mean of requests"),
         ),
         lines(
             "Requests by status",
@@ -108,7 +109,7 @@ def overview() -> list[Panel | builder.Row]:
             "short",
             Query(rate("antiphon_prompt_tokens_total"), "prompt"),
             Query(rate("antiphon_cached_tokens_total"), "prompt, from a prefix cache"),
-            Query(rate("antiphon_generation_tokens_total"), "generated"),
+            Query(rate("antiphon_output_tokens_total"), "generated"),
         ),
         lines(
             "Whole requests",
@@ -239,10 +240,10 @@ def anatomy() -> list[Panel | builder.Row]:
         ),
         lines(
             "Admission and parsing",
-            "Wait at the door, and time spent on turning tokens into an answer.",
+            "Wait at the door, and what turning the first token into an answer took.",
             "s",
             Query(mean("antiphon_queue_time_seconds", MODEL).expression, "admission"),
-            Query(mean(STAGES, f'{MODEL}, stage="detokenize"').expression, "parsing, whole answer"),
+            Query(mean(STAGES, f'{MODEL}, stage="detokenize"').expression, "parsing of the first token"),
         ),
         density(
             "Time to first token",

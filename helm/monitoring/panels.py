@@ -126,8 +126,8 @@ def quantiles(metric: str, matchers: str, *shares: float, by: str = "") -> tuple
     )
 
 
-def mean(metric: str, matchers: str, *, by: str = "") -> Query:
+def mean(metric: str, matchers: str, *, by: str = "", legend: str = "mean") -> Query:
     """Average of a histogram's observations."""
     group = f"sum by ({by}) " if by else "sum"
     parts = [f"{group}(rate({metric}_{part}{{{matchers}}}[{WINDOW}]))" for part in ("sum", "count")]
-    return Query(" / ".join(parts), f"{{{{{by}}}}}" if by else "mean")
+    return Query(" / ".join(parts), f"{{{{{by}}}}}" if by else legend)

@@ -22,31 +22,26 @@ class Accounts:
     def tokens_arrived(self, generation: Generation, count: int, now: float) -> None:
         """``count`` new tokens came; called before they are delivered."""
         if generation.last_token_at is None:
-            generation.timings.first_token_s = now - generation.received_at
-            self._metrics.time_to_first_token.observe(generation.timings.first_token_s)
+            generation.timings.first_token_at = now
+            self._metrics.time_to_first_token.observe(now - generation.received_at, generation.trace.exemplar)
         else:
             self._metrics.inter_token_latency.observe((now - generation.last_token_at) / count)
         generation.last_token_at = now
-        self._metrics.generation_tokens.inc(count)
+        self._metrics.output_tokens.inc(count)
 
     def ended(self, generation: Generation, kind: EndKind, stage: GenerationState, now: float) -> None:
         """The generation ended while in ``stage``."""
-        metrics, timings = self._metrics, generation.timings
-        parts = {
-            "queue": timings.queue_s,
-            "route": timings.route_s,
-            "reserve": timings.reserve_s,
-            "prefill_queue": timings.prefill_queue_s,
-            "prefill": timings.prefill_s,
-            "transfer": timings.transfer_s,
-            "first_decode": timings.first_decode_s,
-        }
+        metrics, trace = self._metrics, generation.trace
+        parts = generation.timings.parts(generation.received_at)
         for name, seconds in parts.items():
-            if seconds is not None:
-                metrics.stage_duration.labels(name).observe(seconds)
-        if timings.queue_s is not None:
-            metrics.queue_time.observe(timings.queue_s)
-        metrics.e2e_latency.observe(now - generation.received_at)
+            metrics.stage_duration.labels(name).observe(seconds, trace.exemplar)
+        if "queue" in parts:
+            metrics.queue_time.observe(parts["queue"])
+        metrics.e2e_latency.observe(now - generation.received_at, trace.exemplar)
+        self._observe_decoding(generation)
+        self._trace(generation, kind, now)
+        first_token_at = generation.timings.first_token_at
+        ttft_s = None if first_token_at is None else first_token_at - generation.received_at
         if kind in (EndKind.STOP, EndKind.LENGTH):
             metrics.finished.labels(kind).inc()
             metrics.prompt_tokens_per_request.observe(len(generation.prompt_token_ids))
@@ -58,6 +53,8 @@ class Accounts:
         log.info(
             "generation_ended",
             request_id=generation.request_id,
+            http_request_id=trace.http_request_id,
+            trace_id=trace.context.trace_id,
             kind=kind,
             stage=stage,
             failures=generation.failures,
@@ -65,7 +62,27 @@ class Accounts:
             prompt_tokens=len(generation.prompt_token_ids),
             cached_tokens=generation.cached_tokens,
             output_tokens=len(generation.output_token_ids),
-            first_token_s=timings.first_token_s,
+            first_token_s=None if ttft_s is None else round(ttft_s, 6),
             total_s=round(now - generation.received_at, 6),
-            **{f"{name}_s": round(seconds, 6) for name, seconds in parts.items() if seconds is not None},
+            **{f"{name}_s": round(seconds, 6) for name, seconds in parts.items()},
         )
+
+    def _observe_decoding(self, generation: Generation) -> None:
+        first, last = generation.timings.first_token_at, generation.last_token_at
+        tokens = len(generation.output_token_ids)
+        if first is not None and last is not None and tokens > 1:
+            self._metrics.time_per_output_token.observe(
+                (last - first) / (tokens - 1), generation.trace.exemplar
+            )
+
+    @staticmethod
+    def _trace(generation: Generation, kind: EndKind, now: float) -> None:
+        trace, timings = generation.trace, generation.timings
+        begin = generation.received_at
+        for name, end in (("tokenize", timings.rendered_at), ("queue", timings.admitted_at)):
+            if end is not None:
+                trace.record(name, end - begin, now - end)
+                begin = end
+        well = kind in (EndKind.STOP, EndKind.LENGTH)
+        tokens = len(generation.output_token_ids)
+        trace.ended(kind, None if well else str(kind), {"antiphon.output_tokens": tokens})

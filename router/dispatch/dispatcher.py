@@ -73,7 +73,7 @@ class Dispatcher:
 
     def submit(self, generation: Generation) -> None:
         """Take an admitted generation; whatever happens, its channel gets exactly one end."""
-        generation.timings.queue_s = time.monotonic() - generation.received_at
+        generation.timings.admitted_at = time.monotonic()
         generation.move(GenerationState.PLACING)
         generation.prefix_keys = page_keys(
             generation.prompt_token_ids, self._page_size_tokens, generation.cache_salt
@@ -145,8 +145,9 @@ class Dispatcher:
                 return
         elif generation.state is not GenerationState.RESERVING:
             return
-        if generation.timings.reserve_s is None:
-            generation.timings.reserve_s = message.reserve_s
+        computed = message.ticket is None and message.cached_tokens + 1 < len(generation.prompt_token_ids)
+        generation.timings.pages_reserved(time.monotonic(), computed_by_decode=computed)
+        if generation.decode_cached_tokens is None:
             generation.decode_cached_tokens = message.cached_tokens
         generation.refused_by.clear()
         generation.ticket = message.ticket
@@ -188,10 +189,7 @@ class Dispatcher:
         generation.prefill_worker_id = None
         self.fleet.release(worker_id, generation.request_id)
         self.fleet.succeeded(worker_id, generation.prefix_keys, time.monotonic())
-        if generation.timings.prefill_s is None:
-            generation.timings.prefill_queue_s = message.queue_s
-            generation.timings.prefill_s = message.compute_s
-            generation.timings.transfer_s = message.transfer_tail_s
+        generation.timings.prefill_done(message.queue_s, message.compute_s)
         if generation.prefill_cached_tokens is None:
             generation.prefill_cached_tokens = message.cached_tokens
         if generation.closing is not None:
@@ -264,6 +262,8 @@ class Dispatcher:
             if current and generation.state is not GenerationState.DECODING:
                 generation.move(GenerationState.DECODING)
             logprobs = output.logprobs[known - output.position :] if output.logprobs is not None else None
+            if output.first_step_s is not None and generation.timings.first_token_at is None:
+                generation.timings.first_step_s = output.first_step_s
             self._generations.tokens_arrived(generation, len(fresh), now)
             generation.deliver(fresh, logprobs)
             if generation.channel.held_tokens > self._config.slow_client_buffer_tokens:
@@ -277,7 +277,6 @@ class Dispatcher:
         match finish.reason:
             case FinishReason.STOP | FinishReason.LENGTH:
                 kind = EndKind.STOP if finish.reason is FinishReason.STOP else EndKind.LENGTH
-                generation.timings.first_decode_s = finish.first_step_s
                 self.fleet.succeeded(generation.decode_worker_id, generation.prefix_keys, now)
                 if generation.prefill_worker_id is None:
                     self._generations.end(generation, kind)

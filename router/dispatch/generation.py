@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from antiphon.protocol.errors import IllegalTransition
 from antiphon.protocol.messages import KvTicket, SamplingParams, TokenLogprobs
 from antiphon.router.lifecycle import EndKind, GenerationState, check_move
+from antiphon.router.request_timing import Timings
+from antiphon.router.request_trace import GenerationTrace
 
 
 @dataclass(slots=True)
@@ -98,24 +100,6 @@ class OutputChannel:
             self._waiter = None
 
 
-@dataclass(slots=True)
-class Timings:
-    """Durations of the parts of a generation, in seconds; None while a part has not happened.
-
-    The parts follow each other, so that they add up to the time to first token, less the messages between
-    them: ``transfer_s`` is what of the transfer came after the last computation.
-    """
-
-    queue_s: float | None = None
-    route_s: float = 0.0
-    reserve_s: float | None = None
-    prefill_queue_s: float | None = None
-    prefill_s: float | None = None
-    transfer_s: float | None = None
-    first_decode_s: float | None = None
-    first_token_s: float | None = None
-
-
 ATTEMPT_STRIDE = 1 << 16
 """Distance between attempts that the router starts.
 
@@ -161,6 +145,7 @@ class Generation:
     prefill_cached_tokens: int | None = None
     workers_used: list[str] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
+    trace: GenerationTrace = field(default_factory=GenerationTrace)
     deadline_timer: asyncio.TimerHandle | None = None
     wait_timer: asyncio.TimerHandle | None = None
     """For a worker to appear or to have room, or for the prefill leg's report after the end."""

@@ -39,7 +39,7 @@ class Legs:
 
     def place_decode(self, generation: Generation) -> Placed:
         """Choose a decode worker and ask it to reserve pages."""
-        started = time.perf_counter()
+        generation.timings.attempt_began(time.monotonic())
         tokens = len(generation.prompt_token_ids) + len(generation.output_token_ids)
         pages = self._fleet.pages_for(tokens + 1)
         while True:
@@ -57,12 +57,11 @@ class Legs:
         generation.workers_used.append(choice.worker_id)
         self._fleet.assign(choice.worker_id, generation.request_id, now, pages=pages)
         self._note_choice(generation, "decode", choice.worker_id, choice.reason)
-        generation.timings.route_s += time.perf_counter() - started
+        generation.timings.decode_asked(time.monotonic())
         return Placed.SENT
 
     def place_prefill(self, generation: Generation) -> Placed:
         """Choose a prefill worker for the generation's ticket and send it the tokens."""
-        started = time.perf_counter()
         ticket = generation.ticket
         decode_id = generation.decode_worker_id
         if ticket is None or decode_id is None:
@@ -85,6 +84,7 @@ class Legs:
                 priority=self._priority(generation),
                 deadline_s=max(generation.deadline_at - now, 0.0),
                 cache_salt=generation.cache_salt,
+                traceparent=generation.trace.attempt(generation.attempt),
             )
             if self._send(choice.worker_id, message):
                 break
@@ -94,7 +94,7 @@ class Legs:
         generation.workers_used.append(choice.worker_id)
         self._fleet.assign(choice.worker_id, generation.request_id, now, tokens=len(token_ids))
         self._note_choice(generation, "prefill", choice.worker_id, choice.reason)
-        generation.timings.route_s += time.perf_counter() - started
+        generation.timings.prefill_asked(time.monotonic())
         return Placed.SENT
 
     def abort(self, generation: Generation, reason: str) -> None:
@@ -140,6 +140,7 @@ class Legs:
             priority=self._priority(generation),
             deadline_s=max(generation.deadline_at - now, 0.0),
             cache_salt=generation.cache_salt,
+            traceparent=generation.trace.attempt(generation.attempt),
         )
 
     def _priority(self, generation: Generation) -> int:
@@ -147,6 +148,7 @@ class Legs:
 
     def _note_choice(self, generation: Generation, leg: str, worker_id: str, reason: str) -> None:
         self._metrics.disagg_decisions.labels(leg, reason).inc()
+        generation.trace.placed(leg, worker_id)
         log.debug(
             "placed",
             request_id=generation.request_id,

@@ -99,6 +99,7 @@ class Placer:
 
     def count_failure(self, generation: Generation, leg: Role, reason: str) -> bool:
         """Note a failed attempt; False when it was the last, and the generation has ended."""
+        generation.trace.attempt_failed(f"{leg}: {reason}")
         generation.failures += 1
         if generation.failures >= self._config.max_attempts:
             detail = f"{leg} failed in {generation.failures} attempts, the last time with: {reason}"

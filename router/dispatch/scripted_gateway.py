@@ -350,7 +350,10 @@ class ScriptedGateway:
         if request.sampling.top_logprobs is not None:
             top = tuple((i, -1.0 - i) for i in range(request.sampling.top_logprobs))
             logprobs = [TokenLogprobs(-0.5, top) for _ in tokens]
-        return TokenOutput(request.request_id, request.attempt, position, tokens, logprobs, finish)
+        first_step_s = 0.004 if position == len(request.output_token_ids) else None
+        return TokenOutput(
+            request.request_id, request.attempt, position, tokens, logprobs, finish, first_step_s
+        )
 
     def _batch(self, worker: ScriptedWorker, *outputs: TokenOutput) -> None:
         worker.batches += 1

@@ -54,15 +54,20 @@ def chat_completion(context: ApiContext, body: bytes) -> Response:
         for _ in sampling
     ]
     completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+    include_reasoning = request.include_reasoning is not False
+    choices = ChatChoices(
+        answers, len(prompt.token_ids), context.metrics, include_reasoning=include_reasoning
+    )
     return GenerationResponse(
         context,
-        _writer(context, request, answers, completion_id, len(prompt.token_ids)),
+        _writer(context, request, answers, completion_id, choices),
         completion_id,
         [(prompt.token_ids, params) for params in sampling],
         received_at=received_at,
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         timeout_s=request.timeout_s,
+        on_timing=choices.counts.take_timing if request.reports_timing() else None,
     )
 
 
@@ -95,14 +100,12 @@ def render(context: ApiContext, conversation: Conversation) -> RenderedPrompt:
     Raises:
         ApiError: 400 when the format cannot hold it, or cannot force the call that is asked for.
     """
-    started = time.perf_counter()
     try:
         prompt = context.formatter.render(conversation)
     except InvalidPrompt as error:
         raise invalid(str(error), error.param) from error
     if conversation.tool_choice.mode in _FORCED and not prompt.forced_token_ids:
         raise unsupported("tool_choice", "a call cannot be enforced yet.")
-    context.metrics.stage_duration.labels("tokenize").observe(time.perf_counter() - started)
     return prompt
 
 
@@ -111,11 +114,9 @@ def _writer(
     request: ChatCompletionRequest,
     answers: list[ChatAnswer],
     completion_id: str,
-    prompt_tokens: int,
+    choices: ChatChoices,
 ) -> ChatStream | ChatDocument:
     identity = ChatIdentity(completion_id, int(time.time()), context.model.name, context.model.fingerprint)
-    include_reasoning = request.include_reasoning is not False
-    choices = ChatChoices(answers, prompt_tokens, context.metrics, include_reasoning=include_reasoning)
     if request.stream:
         return ChatStream(
             identity,
@@ -129,5 +130,5 @@ def _writer(
         choices,
         answers,
         with_logprobs=bool(request.logprobs),
-        include_reasoning=include_reasoning,
+        include_reasoning=request.include_reasoning is not False,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,15 +39,11 @@ class ChatChoices:
         self._answers = answers
         self._metrics = metrics
         self._include_reasoning = include_reasoning
-        self._parse_s = 0.0
         self.counts = TokenCounts(prompt_tokens)
 
     def tokens(self, event: TokensArrived) -> list[AnswerDelta]:
         """What new tokens let the client see."""
-        started = time.perf_counter()
-        shown = self._visible(self._answers[event.choice].feed(event.token_ids, event.logprobs))
-        self._parse_s += time.perf_counter() - started
-        return shown
+        return self._visible(self._answers[event.choice].feed(event.token_ids, event.logprobs))
 
     def running_usage(self) -> Usage:
         """Tokens so far."""
@@ -73,7 +68,6 @@ class ChatChoices:
     def close(self, cached_tokens: Sequence[int]) -> None:
         """All choices have ended; they share one prompt, and the first of them tells how much was cached."""
         self.counts.cached = cached_tokens[0]
-        self._metrics.stage_duration.labels("detokenize").observe(self._parse_s)
 
     def _visible(self, shown: list[AnswerDelta]) -> list[AnswerDelta]:
         if self._include_reasoning:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -60,6 +60,11 @@ class CompletionTotals:
         self._answers = answers
         self._choices_per_prompt = choices_per_prompt
         self._prompt_tokens = prompt_tokens
+        self._timing: Mapping[str, float] | None = None
+
+    def take_timing(self, timing: Mapping[str, float]) -> None:
+        """Report this with the usage."""
+        self._timing = timing
 
     def usage(self, cached_tokens: Sequence[int]) -> Usage:
         """The usage of the whole request; a prompt's cached tokens are those of its first choice."""
@@ -67,6 +72,7 @@ class CompletionTotals:
             prompt=self._prompt_tokens,
             cached=sum(cached_tokens[:: self._choices_per_prompt]),
             completion=sum(answer.token_count for answer in self._answers),
+            timing=self._timing,
         ).chat_usage()
 
     def running_usage(self) -> Usage:

@@ -36,9 +36,7 @@ def text_completion(context: ApiContext, body: bytes) -> Response:
     request = parse_body(CompletionRequest, body)
     context.check_model(request.model)
     _check(request)
-    started = time.perf_counter()
     prompts = prompt_token_ids(context, request)
-    context.metrics.stage_duration.labels("tokenize").observe(time.perf_counter() - started)
     sequences = [(prompt, sampling) for prompt in prompts for sampling in _sampling(context, request, prompt)]
     if len(sequences) > MAX_CHOICES:
         raise invalid(f"{len(sequences)} choices are asked for; {MAX_CHOICES} are possible.", "n")
@@ -65,6 +63,7 @@ def text_completion(context: ApiContext, body: bytes) -> Response:
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         timeout_s=request.timeout_s,
+        on_timing=totals.take_timing if request.reports_timing() else None,
     )
 
 

@@ -13,6 +13,7 @@ from antiphon.router.metrics import RouterMetrics
 from antiphon.router.openai.errors import model_not_found
 from antiphon.router.openai.response_store import ResponseStore
 from antiphon.router.served_model import ServedModel
+from antiphon.telemetry.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class ApiContext:
     metrics: RouterMetrics
     store: ResponseStore
     key_limits: KeyLimits
+    tracer: Tracer
 
     def check_model(self, name: str) -> None:
         """Raise 404 unless this model is served."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -34,6 +34,8 @@ from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.ends import SHUTDOWN_RETRY_AFTER_S, error_of
 from antiphon.router.openai.errors import ApiError, deadline_exceeded, rate_limited, unavailable
 from antiphon.router.openai.sse import KEEP_ALIVE, STREAM_HEADERS
+from antiphon.router.request_timing import server_timing
+from antiphon.router.request_trace import REQUEST_ID, TRACE, GenerationTrace
 
 log = structlog.get_logger("antiphon.router.api")
 
@@ -85,6 +87,10 @@ It may raise ``ApiError``: the request has then failed.
 """
 
 
+OnTiming = Callable[[Mapping[str, float]], None]
+"""Takes stage -> seconds; see ``request_timing``."""
+
+
 class GenerationResponse(Response):
     """The answer to one request: choice i is what follows ``sequences[i]``, a prompt and its parameters."""
 
@@ -100,8 +106,11 @@ class GenerationResponse(Response):
         cache_salt: str = "",
         timeout_s: float | None = None,
         before_end: BeforeEnd | None = None,
+        on_timing: OnTiming | None = None,
     ) -> None:
+        """``on_timing`` is told what the time went into, right before the writer's ``close``."""
         super().__init__()
+        self._on_timing = on_timing
         self._before_end = before_end
         self._context = context
         self._writer = writer
@@ -127,10 +136,17 @@ class GenerationResponse(Response):
             )
             for choice, (prompt_token_ids, sampling) in enumerate(sequences)
         ]
+        rendered_at = time.monotonic()
+        for generation in self._generations:
+            generation.timings.rendered_at = rendered_at
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve until the answer is written or the client has left."""
         self._body = streamed_body(scope)
+        for generation in self._generations:
+            generation.trace = GenerationTrace(
+                self._context.tracer, scope.get(TRACE), http_request_id=scope.get(REQUEST_ID, "")
+            )
         answer = asyncio.create_task(self._within_limits(scope.get(CALLER, ANYONE), send))
         gone = asyncio.create_task(_wait_for_disconnect(receive))
         cut = self._channel.cut
@@ -199,6 +215,8 @@ class GenerationResponse(Response):
                 chunks.append(self._bytes_of(event))
                 open_choices -= isinstance(event, GenerationEnded)
             if not open_choices:
+                if self._on_timing is not None:
+                    self._on_timing(self._timing())
                 last = self._writer.close([g.cached_tokens for g in self._generations])
                 try:
                     await self._finish()
@@ -227,7 +245,7 @@ class GenerationResponse(Response):
     def _bytes_of(self, event: OutputEvent) -> bytes:
         match event:
             case TokensArrived():
-                body = self._writer.tokens(event)
+                body = self._tokens(event)
                 if not self._writer.wants_more(event.choice):
                     # Not now: the dispatcher may be in the middle of this very generation.
                     generation = self._generations[event.choice]
@@ -239,6 +257,25 @@ class GenerationResponse(Response):
                 return self._writer.ended(event)
             case KeepAliveDue():
                 return KEEP_ALIVE
+
+    def _tokens(self, event: TokensArrived) -> bytes:
+        timings = self._generations[event.choice].timings
+        if timings.detokenize_s is not None:
+            return self._writer.tokens(event)
+        started = time.perf_counter()
+        body = self._writer.tokens(event)
+        timings.detokenize_s = time.perf_counter() - started
+        self._context.metrics.stage_duration.labels("detokenize").observe(timings.detokenize_s)
+        return body
+
+    def _timing(self) -> dict[str, float]:
+        """The parts of the time to the first token of the choice that had one first, and the whole so far."""
+        begun = [g for g in self._generations if g.timings.first_token_at is not None]
+        first = min(begun or self._generations, key=lambda g: g.timings.first_token_at or 0.0)
+        parts = dict(first.timings.parts(self._received_at))
+        if first.timings.detokenize_s is not None:
+            parts["detokenize"] = first.timings.detokenize_s
+        return {**parts, "total": time.monotonic() - self._received_at}
 
     async def _write(self, body: bytes, send: Send, *, more: bool) -> None:
         if more and not (body and self._writer.streams):
@@ -253,6 +290,7 @@ class GenerationResponse(Response):
             headers = STREAM_HEADERS
         else:
             headers = {"content-type": "application/json", "content-length": str(document_bytes)}
+            headers["server-timing"] = server_timing(self._timing())
         workers = dict.fromkeys(worker for g in self._generations for worker in g.workers_used)
         headers = headers | self._limit_headers | {WORKERS_HEADER: ", ".join(workers)}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]

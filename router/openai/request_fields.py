@@ -42,6 +42,8 @@ class StreamOptions(NestedModel):
     """A last chunk with empty ``choices`` and the usage."""
     continuous_usage_stats: bool | None = None
     """With ``include_usage``: every chunk has the usage so far, without reasoning and cached tokens."""
+    include_timing: bool | None = None
+    """With ``include_usage``: the usage has what the time to the first token was made of, in seconds."""
     include_obfuscation: bool | None = None
     """Accepted; there is no padding to leave out."""
 
@@ -108,8 +110,14 @@ class SamplingFields(ApiModel):
         path = "stream_options.continuous_usage_stats"
         if options.continuous_usage_stats and not running_usage:
             raise unsupported(path, "events of this API carry usage at the end only.")
-        if options.continuous_usage_stats and not options.include_usage:
-            raise invalid(f"'{path}' needs 'include_usage'.", path)
+        for name in ("continuous_usage_stats", "include_timing"):
+            path = f"stream_options.{name}"
+            if getattr(options, name) and not options.include_usage and running_usage:
+                raise invalid(f"'{path}' needs 'include_usage'.", path)
+
+    def reports_timing(self) -> bool:
+        """Whether the usage at the end of a stream tells where the time went."""
+        return self.stream_options is not None and bool(self.stream_options.include_timing)
 
     def includes_usage(self) -> bool:
         """Whether a stream ends with its usage."""

@@ -12,7 +12,7 @@ from rendered_chart import CHART, Document, Renderer, dotted, merged
 
 from antiphon.model.config import PRESETS
 from antiphon.router.api_keys import MIN_KEY_CHARS
-from antiphon.router.metrics import ITL_BUCKETS_S, LATENCY_BUCKETS_S
+from antiphon.telemetry.buckets import ITL_S, LATENCY_S
 
 RULES: tuple[tuple[str, dict[str, object], str], ...] = (
     ("two-gpus", {"prefill.tensorParallel": 3}, "does not divide the 64 query heads"),
@@ -170,8 +170,8 @@ def test_prefill_and_decode_have_the_same_shape() -> None:
 def test_what_the_chart_repeats_from_the_code_agrees_with_it() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     rules = schema["properties"]["metrics"]["properties"]["rules"]["properties"]
-    assert rules["ttftSeconds"]["enum"] == [str(float(bound)) for bound in LATENCY_BUCKETS_S]
-    assert rules["itlSeconds"]["enum"] == [str(float(bound)) for bound in ITL_BUCKETS_S]
+    assert rules["ttftSeconds"]["enum"] == [str(float(bound)) for bound in LATENCY_S]
+    assert rules["itlSeconds"]["enum"] == [str(float(bound)) for bound in ITL_S]
     keys = schema["properties"]["auth"]["properties"]["keys"]
     assert keys["items"]["minLength"] == MIN_KEY_CHARS
     shape = VALUES["model"]["shape"]

@@ -18,6 +18,7 @@ from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
 from antiphon.router.formatter import ChatFormatter
 from antiphon.router.served_model import ServedModel
 from antiphon.router.server import RouterServer
+from antiphon.telemetry.tracing import Tracer
 
 MODEL = ServedModel(name="tiny", max_context_tokens=512, created=1_700_000_000, fingerprint="fp_test")
 
@@ -71,13 +72,19 @@ async def deploy() -> AsyncIterator[Deploy]:
             workers: ScriptedGateway | None = None,
             model: ServedModel = MODEL,
             formatter: ChatFormatter | None = None,
+            metrics: dict[str, object] | None = None,
+            tracer: Tracer | None = None,
             **router: object,
         ) -> Deployment:
             workers = workers or ScriptedGateway(lambda _: byte_answer((CONTENT, "hello")))
             config = DeploymentConfig.model_validate(
-                {"model": {"path": "tiny"}, "router": {"port": 0, "drain_timeout_s": 1.0, **router}}
+                {
+                    "model": {"path": "tiny"},
+                    "router": {"port": 0, "drain_timeout_s": 1.0, **router},
+                    "metrics": metrics or {},
+                }
             )
-            server = RouterServer(config, model, formatter or ByteFormatter(), workers)
+            server = RouterServer(config, model, formatter or ByteFormatter(), workers, tracer)
             await server.start()
             stack.push_async_callback(server.stop, drain=False)
             http = await stack.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=20))

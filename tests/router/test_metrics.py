@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
+import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from antiphon.protocol.messages import RequestRefused
 from antiphon.router.byte_format import ARGUMENTS, CONTENT, REASONING, TOOL, byte_answer
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
-from antiphon.router.loop_metrics import LoopCounter, LoopHistogram
-from antiphon.router.metrics import ITL_BUCKETS_S, VLLM_NAMES
+from antiphon.router.metrics import TTFT_STAGES, VLLM_NAMES
+from antiphon.telemetry import buckets
+from antiphon.telemetry.loop_metrics import LoopCounter, LoopHistogram
 
 
 def values(text: str) -> dict[str, float]:
@@ -68,19 +71,39 @@ async def test_every_declared_metric_moves(deploy, until):
 
 async def test_parts_of_the_time_to_first_token_are_told_apart(deploy):
     deployment = await deploy()
-    await deployment.chat()
-    sums = {
-        "reserve": 0.001,
-        "prefill_queue": 0.001,
-        "prefill": 0.002,
-        "transfer": 0.003,
-        "first_decode": 0.004,
-    }
-    for stage, seconds in sums.items():
-        assert await deployment.metric("stage_duration_seconds_sum", stage=stage) == seconds
-    for stage in ("tokenize", "queue", "route", "detokenize"):
+    deployment.workers.step_s = 0.02
+    response = await deployment.chat()
+    measured = {"prefill_queue": 0.001, "prefill": 0.002, "first_decode": 0.004}
+    whole = 0.0
+    for stage in (*TTFT_STAGES, "detokenize"):
         assert await deployment.metric("stage_duration_seconds_count", stage=stage) == 1
-        assert 0 <= await deployment.metric("stage_duration_seconds_sum", stage=stage) < 1
+        seconds = await deployment.metric("stage_duration_seconds_sum", stage=stage)
+        assert seconds == measured.get(stage, seconds) >= 0
+        whole += seconds if stage in TTFT_STAGES else 0
+    first_token_s = await deployment.metric("time_to_first_token_seconds_sum")
+    assert whole == pytest.approx(first_token_s, abs=1e-6)
+    shown = dict(part.split(";dur=") for part in response.headers["server-timing"].split(", "))
+    assert list(shown) == [*TTFT_STAGES, "detokenize", "total"]
+    parts_ms = sum(float(shown[stage]) for stage in TTFT_STAGES)
+    assert parts_ms == pytest.approx(first_token_s * 1000, abs=0.01)
+    assert parts_ms < float(shown["total"])
+
+
+async def test_a_stream_tells_its_parts_where_asked_to(deploy):
+    deployment = await deploy()
+    options = {"include_usage": True, "include_timing": True}
+    for path, prompt in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi"}),
+    ):
+        body = {"model": "tiny", "stream": True, **prompt}
+        plain = await deployment.http.post(path, json={**body, "stream_options": {"include_usage": True}})
+        assert "timing" not in plain.text
+        timed = await deployment.http.post(path, json={**body, "stream_options": options})
+        usage = json.loads(timed.text.strip().split("\n\n")[-2].removeprefix("data: "))["usage"]
+        assert set(usage["timing"]) == {f"{s}_seconds" for s in (*TTFT_STAGES, "detokenize", "total")}
+        refused = await deployment.http.post(path, json={**body, "stream_options": {"include_timing": True}})
+        assert refused.json()["error"]["param"] == "stream_options.include_timing"
 
 
 async def test_tokens_and_latencies_are_counted_once_per_choice(deploy):
@@ -88,7 +111,7 @@ async def test_tokens_and_latencies_are_counted_once_per_choice(deploy):
     await deployment.chat(n=2)
     tokens = len("hello") + 2
     prompt = len(b"user: hi\nassistant: ")
-    assert await deployment.metric("generation_tokens_total") == 2 * tokens
+    assert await deployment.metric("output_tokens_total") == 2 * tokens
     assert await deployment.metric("prompt_tokens_total") == 2 * prompt
     assert await deployment.metric("time_to_first_token_seconds_count") == 2
     assert await deployment.metric("inter_token_latency_seconds_count") == 2 * (tokens - 1)
@@ -110,10 +133,10 @@ def test_metrics_of_the_loop_read_as_those_of_the_library():
     for own in (True, False):
         registry = CollectorRegistry()
         if own:
-            histogram = LoopHistogram("h", "H.", ITL_BUCKETS_S, registry)
+            histogram = LoopHistogram("h", "H.", buckets.ITL_S, registry)
             counter = LoopCounter("c", "C.", registry)
         else:
-            histogram = Histogram("h", "H.", buckets=ITL_BUCKETS_S, registry=registry)
+            histogram = Histogram("h", "H.", buckets=buckets.ITL_S, registry=registry)
             counter = Counter("c", "C.", registry=registry)
         for value in values:
             histogram.observe(value)
@@ -125,7 +148,7 @@ def test_metrics_of_the_loop_read_as_those_of_the_library():
 
 async def test_names_of_vllm_where_asked_for(deploy):
     assert "vllm:" not in (await (await deploy()).http.get("/metrics")).text
-    deployment = await deploy(vllm_metric_names=True)
+    deployment = await deploy(metrics={"compat": "vllm"})
     deployment.workers.cached_tokens = 5
     assert (await deployment.chat()).status_code == 200
     text = (await deployment.http.get("/metrics")).text
@@ -138,8 +161,8 @@ async def test_names_of_vllm_where_asked_for(deploy):
             assert [(s.labels, s.value) for s in alias.samples] == [
                 (s.labels, s.value) for s in source.samples
             ]
-    hits = next(s for s in families["vllm:prefix_cache_hits"].samples)
-    assert (hits.name, hits.value) == ("vllm:prefix_cache_hits_total", 5)
+    hits = next(s for s in families["vllm:prompt_tokens_cached"].samples)
+    assert (hits.name, hits.value) == ("vllm:prompt_tokens_cached_total", 5)
     assert hits.labels == {"model_name": "tiny"}
     first_token = families["vllm:time_to_first_token_seconds"].samples
     assert {s.name.removeprefix("vllm:time_to_first_token_seconds") for s in first_token} == {

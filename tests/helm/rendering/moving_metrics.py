@@ -12,13 +12,11 @@ from antiphon.router.metrics import STAGES, RouterMetrics
 
 VALUES = {
     "role": ("prefill", "decode"),
-    "stage": (*STAGES, "detokenize"),
+    "stage": STAGES,
     "status_code": ("200", "503"),
     "reason": ("queue_full", "died"),
 }
 """Values of labels that expressions ask for; any other label has one of its own."""
-
-OBSERVATIONS = (0.0004, 0.003, 0.04, 0.3, 2.0, 30.0)
 
 
 def turn(metrics: RouterMetrics, chance: random.Random) -> None:
@@ -28,7 +26,7 @@ def turn(metrics: RouterMetrics, chance: random.Random) -> None:
         for values in itertools.product(*(VALUES.get(name, ("some",)) for name in names)):
             child = metric.labels(*values) if names else metric
             if hasattr(child, "observe"):
-                child.observe(chance.choice(OBSERVATIONS))
+                child.observe(10 ** chance.uniform(-3.5, 0.5))  # within the buckets of every histogram
             elif hasattr(child, "set"):
                 child.set(chance.random())
             elif hasattr(child, "inc"):
