@@ -1,0 +1,224 @@
+"""The MoE of a chunk of tokens on sm_90: MXFP4 weights widened to e4m3 in registers, e4m3 activations.
+
+Five launches: rank the pairs within their experts, quantise the activations into tiles of 256 tokens, gate/up
+with bias and SwiGLU whose output is already the second operand, down with bias and routing weight, combine.
+The weights are those of the streaming road (``streamed.py``), so that no second form of them is held.
+
+Rounding: an activation has the scale of its token, a weight the exponent of its row's largest block. Blocks
+of 32 weights whose exponent lies more than 14 below that may lose bits; they are counted, never hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels.moe.build import launch
+from antiphon.kernels.moe.streamed import DIM, StreamedExperts
+from antiphon.kernels.reference import ExpertMatrix
+
+TOP_K = 4
+MAX_EXPERTS = 128
+TILE_TOKENS = 256
+TILES_K = -(-DIM // 128)
+_TILE_BYTES = TILE_TOKENS * 128
+EXACT_SPREAD = 14
+"""An FP4 value times 2^d is an e4m3 number for -8 <= d <= 6."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowExponents:
+    """The largest block exponent of every weight row, by which the row is widened.
+
+    Attributes:
+        gate_up: [E, 5760] uint8, biased by 127 as in the checkpoint. down: [E, 2880] uint8.
+        inexact_blocks: blocks of 32 values whose exponent lies more than 14 below their row's.
+        blocks: blocks in all.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    inexact_blocks: int
+    blocks: int
+
+    @classmethod
+    def from_checkpoint(cls, gate_up: ExpertMatrix, down: ExpertMatrix) -> RowExponents:
+        """Of one layer. Blocks that hold only zeros have no exponent to keep."""
+        tops, inexact = zip(*(_row_tops(matrix) for matrix in (gate_up, down)), strict=True)
+        blocks = gate_up.scales.numel() + down.scales.numel()
+        return cls(tops[0], tops[1], int(inexact[0] + inexact[1]), blocks)
+
+
+def _row_tops(matrix: ExpertMatrix) -> tuple[Tensor, Tensor]:
+    """[E, rows] uint8, and how many blocks lie too far below; expert by expert, to need little memory."""
+    tops = torch.empty(matrix.scales.shape[:2], dtype=torch.uint8, device=matrix.scales.device)
+    inexact = torch.zeros((), dtype=torch.int64, device=matrix.scales.device)
+    for expert in range(matrix.scales.shape[0]):
+        used = (matrix.blocks[expert] & 0x77).amax(dim=-1) != 0  # [rows, 90]
+        exponents = torch.where(used, matrix.scales[expert], 0)
+        tops[expert] = exponents.amax(dim=-1)
+        apart = tops[expert].to(torch.int16)[:, None] - exponents.to(torch.int16)
+        inexact += (used & (apart > EXACT_SPREAD)).sum()
+    return tops, inexact
+
+
+class MixedWorkspace:
+    """Buffers of one layer's launches; layers use the same ones in turn, on one stream.
+
+    Args:
+        max_tokens: largest chunk.
+        all_experts: experts of the model.
+        first_expert, experts: the contiguous range that this rank holds; all of them by default.
+
+    Raises:
+        ValueError: no tokens, or beyond 128 experts.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        all_experts: int,
+        device: torch.device,
+        first_expert: int = 0,
+        experts: int | None = None,
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.first_expert = first_expert
+        self.experts = all_experts - first_expert if experts is None else experts
+        if max_tokens < 1 or not 1 <= all_experts <= MAX_EXPERTS:
+            raise ValueError(
+                f"{max_tokens} tokens and {all_experts} experts; the grouped GEMM takes at least 1 token "
+                f"and 1 to {MAX_EXPERTS} experts"
+            )
+        if first_expert < 0 or self.experts < 1 or first_expert + self.experts > all_experts:
+            raise ValueError(f"experts {first_expert} + {self.experts} are not within {all_experts}")
+        self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        pairs = max_tokens * TOP_K
+        tiles = min(pairs, pairs // TILE_TOKENS + self.experts)
+        rows = tiles * TILE_TOKENS
+
+        def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+        self.rank = buffer(pairs, dtype=torch.int32)
+        self.slots = buffer(pairs, dtype=torch.int32)
+        self.counts = buffer(self.experts, dtype=torch.int32)
+        self.first_tile = buffer(self.experts, dtype=torch.int32)
+        self.tiles = buffer(tiles, 4, dtype=torch.int32)
+        self.tile_count = buffer(1, dtype=torch.int32)
+        self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self.activations = buffer(tiles, TILES_K, _TILE_BYTES, dtype=torch.uint8)
+        self.hidden = buffer(tiles, TILES_K, _TILE_BYTES, dtype=torch.uint8)
+        self.token_scale = buffer(rows, dtype=torch.float32)
+        self.row_weight = buffer(rows, dtype=torch.float32)
+        self.rows = buffer(rows, DIM, dtype=torch.bfloat16)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory held."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+
+def moe_mixed(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    experts: StreamedExperts,
+    exponents: RowExponents,
+    workspace: MixedWorkspace,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``reference.moe`` with e4m3 operands; the sum of this rank's experts.
+
+    Activations are rounded to e4m3: x with a scale per token, the gated hidden state with the constant factor
+    8, which the clamps of the SwiGLU allow.
+
+    Args:
+        x: [T, 2880] bf16. expert_ids: [T, 4] int64, negative for padding. expert_weights: [T, 4] bf16.
+        out: [T, 2880] bf16, allocated when None.
+
+    Returns:
+        ``out``: float32 sums over k in order of bf16 terms; identical from run to run.
+    """
+    tokens = x.shape[0]
+    out = torch.empty_like(x) if out is None else out
+    _check_arguments(x, expert_ids, expert_weights, experts, workspace, out)
+    route(expert_ids, workspace)
+    quantise(x, expert_ids, expert_weights, workspace)
+    run_experts(experts, exponents, workspace)
+    launch("fp8_combine", workspace.rows.data_ptr(), workspace.slots.data_ptr(), out.data_ptr(), tokens)
+    return out
+
+
+def route(expert_ids: Tensor, workspace: MixedWorkspace) -> None:
+    """Rank every pair within its expert and lay out the token tiles."""
+    launch(
+        "fp8_rank",
+        *(expert_ids.data_ptr(), workspace.rank.data_ptr(), workspace.counts.data_ptr()),
+        *(workspace.first_tile.data_ptr(), workspace.tiles.data_ptr(), workspace.tile_count.data_ptr()),
+        *(workspace.ticket.data_ptr(), expert_ids.numel(), workspace.first_expert, workspace.experts),
+    )
+
+
+def quantise(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, workspace: MixedWorkspace) -> None:
+    """Round activations to e4m3 and copy them to the rows of their experts."""
+    launch(
+        "mixed_quantise",
+        *(x.data_ptr(), expert_ids.data_ptr(), expert_weights.data_ptr(), workspace.rank.data_ptr()),
+        *(workspace.first_tile.data_ptr(), workspace.activations.data_ptr()),
+        *(workspace.token_scale.data_ptr(), workspace.row_weight.data_ptr(), workspace.slots.data_ptr()),
+        *(x.shape[0], workspace.first_expert, workspace.experts),
+    )
+
+
+STAGGER_NS = 0
+
+
+def run_experts(
+    experts: StreamedExperts,
+    exponents: RowExponents,
+    workspace: MixedWorkspace,
+    stagger_ns: int | None = None,
+) -> None:
+    """Both projections: workspace.activations -> workspace.hidden -> workspace.rows."""
+    stagger_ns = STAGGER_NS if stagger_ns is None else stagger_ns
+    tiles = (workspace.tiles.data_ptr(), workspace.tile_count.data_ptr())
+    launch(
+        "mixed_gate_up",
+        *(workspace.activations.data_ptr(), experts.gate_up.data_ptr(), exponents.gate_up.data_ptr()),
+        *(experts.gate_up_bias.data_ptr(), *tiles, workspace.token_scale.data_ptr()),
+        *(workspace.hidden.data_ptr(), workspace.blocks, stagger_ns),
+    )
+    launch(
+        "mixed_down",
+        *(workspace.hidden.data_ptr(), experts.down.data_ptr(), exponents.down.data_ptr()),
+        *(experts.down_bias.data_ptr(), *tiles, workspace.row_weight.data_ptr()),
+        *(workspace.rows.data_ptr(), workspace.blocks, stagger_ns),
+    )
+
+
+def _check_arguments(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    experts: StreamedExperts,
+    workspace: MixedWorkspace,
+    out: Tensor,
+) -> None:
+    tokens = x.shape[0]
+    if not 1 <= tokens <= workspace.max_tokens:
+        raise ValueError(f"{tokens} tokens, the workspace holds 1 to {workspace.max_tokens}")
+    if experts.experts != workspace.experts:
+        raise ValueError(f"weights of {experts.experts} experts, the workspace is for {workspace.experts}")
+    for name, tensor, shape, dtype in (
+        ("x", x, (tokens, DIM), torch.bfloat16),
+        ("expert_ids", expert_ids, (tokens, TOP_K), torch.int64),
+        ("expert_weights", expert_weights, (tokens, TOP_K), torch.bfloat16),
+        ("out", out, (tokens, DIM), torch.bfloat16),
+    ):
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected contiguous {shape} {dtype}"
+            )
