@@ -1,11 +1,8 @@
 """The MoE of a small batch on sm_90: MXFP4 weights streamed once, bf16 activations, deterministic combine.
 
-Three launches a layer: route (optionally the norm in front; logits, top-4, softmax, grouping, and the split of
-the activations into two e4m3 parts), experts (both projections), combine (optionally with the residual add and
-the next norm). Each may overlap its predecessor's end (programmatic dependent launch) when the plan says
-``overlap``.
-
-Blocks of the experts' launch wait for one another, one block per SM: on one device, only one stream may run it.
+Five launches a layer: route (logits, top-4, softmax, grouping), split (activations into two e4m3 parts),
+gate/up with SwiGLU, down with the routing weight, combine (optionally with the residual add and the next
+norm). Each may overlap its predecessor's end (programmatic dependent launch) when the plan says ``overlap``.
 """
 
 from __future__ import annotations
@@ -66,7 +63,6 @@ class Routing:
         tiles: [tiles, 4] int32, (local expert, first slot, slots, 0).
         tile_count: [1] int32, tiles in use.
         plan: what the grouping was made for.
-        is_split: the workspace holds the split activations of these tokens.
     """
 
     expert_ids: Tensor
@@ -75,7 +71,6 @@ class Routing:
     tiles: Tensor
     tile_count: Tensor
     plan: LaunchPlan
-    is_split: bool
 
 
 def max_tiles(pairs: int, experts: int, token_tile: int) -> int:
@@ -124,30 +119,21 @@ class MoeWorkspace:
         self.tile_count = torch.zeros(1, dtype=torch.int32, device=device)
         self.logits = torch.empty(max_tokens, all_experts, dtype=torch.float32, device=device)
         self.tickets = torch.zeros(1 + max_tokens, dtype=torch.int32, device=device)
-        self.ready = torch.zeros(tiles, dtype=torch.int32, device=device)
-        # Activations of a token: 2880 columns in two e4m3 parts; hidden states lie in tiles.
+        # Activations of a token: 2880 columns in two e4m3 parts.
         tile_bytes = max(max_tiles(pairs, self.experts, tile) * tile for tile in TOKEN_TILES) * 2 * DIM
-        self.activations = torch.empty(max_tokens, 2 * DIM, dtype=torch.uint8, device=device)
+        self.activations = torch.empty(tile_bytes, dtype=torch.uint8, device=device)
         self.hidden = torch.empty(tile_bytes, dtype=torch.uint8, device=device)
-        self.scale = torch.empty(max_tokens, dtype=torch.float32, device=device)
+        self.scale = torch.empty(pairs, dtype=torch.float32, device=device)
         self.partial = torch.empty(pairs, DIM, dtype=torch.float32, device=device)
 
 
 def route_grouped(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    workspace: MoeWorkspace,
-    plan: LaunchPlan | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
+    x: Tensor, weight: Tensor, bias: Tensor, workspace: MoeWorkspace, plan: LaunchPlan | None = None
 ) -> Routing:
-    """``reference.route`` with top_k 4, the grouping by expert and the split, in one launch.
+    """``reference.route`` with top_k 4 and the grouping by expert, in one launch.
 
     Args:
         x: [T, 2880] bf16. weight: [E, 2880] bf16. bias: [E] bf16.
-        norm_weight: [2880] bf16: x is the residual stream, and its RMSNorm is routed (unrounded) and split
-            (rounded to bf16). None: x is normed already.
 
     Returns:
         views of the workspace's buffers, valid until its next routing.
@@ -155,20 +141,16 @@ def route_grouped(
     tokens = _check_tokens(x, workspace)
     _check(weight, (workspace.all_experts, DIM), torch.bfloat16, "router weight")
     _check(bias, (workspace.all_experts,), torch.bfloat16, "router bias")
-    if norm_weight is not None:
-        _check(norm_weight, (DIM,), torch.bfloat16, "norm_weight")
     plan = plan or plan_launch(tokens, workspace.all_experts)
     ids, weights = workspace.expert_ids[:tokens], workspace.expert_weights[:tokens]
     launch(
         "route",
-        *(x.data_ptr(), None if norm_weight is None else norm_weight.data_ptr(), eps),
-        *(weight.data_ptr(), bias.data_ptr(), workspace.logits.data_ptr(), ids.data_ptr()),
-        *(weights.data_ptr(), workspace.activations.data_ptr(), workspace.scale.data_ptr()),
-        *(workspace.tickets.data_ptr(), tokens, workspace.all_experts, workspace.order.data_ptr()),
-        *(workspace.tiles.data_ptr(), workspace.tile_count.data_ptr(), workspace.ready.data_ptr()),
+        *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), workspace.logits.data_ptr()),
+        *(ids.data_ptr(), weights.data_ptr(), workspace.tickets.data_ptr(), tokens, workspace.all_experts),
+        *(workspace.order.data_ptr(), workspace.tiles.data_ptr(), workspace.tile_count.data_ptr()),
         *(workspace.first_expert, workspace.experts, plan.token_tile, int(plan.overlap)),
     )
-    return Routing(ids, weights, workspace.order, workspace.tiles, workspace.tile_count, plan, is_split=True)
+    return Routing(ids, weights, workspace.order, workspace.tiles, workspace.tile_count, plan)
 
 
 def group(
@@ -251,38 +233,30 @@ def moe_add_rms_norm(
     return out
 
 
-def run_experts(
-    routing: Routing,
-    experts: StreamedExperts,
-    workspace: MoeWorkspace,
-    next_weights: Tensor | None = None,
-) -> None:
-    """Both projections of the split activations: workspace.activations -> workspace.partial.
-
-    ``next_weights``: what the launches behind will read, fetched into L2 while memory would be idle.
-    """
+def run_experts(x: Tensor, routing: Routing, experts: StreamedExperts, workspace: MoeWorkspace) -> None:
+    """Split and both projections, without the combine: x -> workspace.hidden -> workspace.partial."""
     if experts.experts != workspace.experts:
         raise ValueError(f"weights of {experts.experts} experts, the workspace is for {workspace.experts}")
     plan = routing.plan
-    launch(
-        "experts",
-        *(experts.gate_up.data_ptr(), experts.gate_up_bias.data_ptr()),
-        *(experts.down.data_ptr(), experts.down_bias.data_ptr()),
-        *(workspace.activations.data_ptr(), workspace.scale.data_ptr(), routing.order.data_ptr()),
-        *(routing.tiles.data_ptr(), routing.tile_count.data_ptr(), workspace.ready.data_ptr()),
-        *(workspace.hidden.data_ptr(), routing.expert_weights.data_ptr(), workspace.partial.data_ptr()),
-        *(*prefetch_arguments(next_weights),),
-        max_tiles(routing.expert_ids.shape[0] * TOP_K, workspace.experts, plan.token_tile),
-        *(plan.token_tile, workspace.blocks, int(plan.overlap)),
-    )
-
-
-def _split(x: Tensor, workspace: MoeWorkspace, plan: LaunchPlan) -> None:
-    """The activations of a routing that was made elsewhere."""
+    tiles = (routing.tiles.data_ptr(), routing.tile_count.data_ptr())
+    hidden = workspace.hidden.data_ptr()
+    activations, scale = workspace.activations.data_ptr(), workspace.scale.data_ptr()
+    shape = (plan.token_tile, workspace.blocks, int(plan.overlap))
+    limit = max_tiles(x.shape[0] * TOP_K, workspace.experts, plan.token_tile)
     launch(
         "split",
-        *(x.data_ptr(), workspace.activations.data_ptr(), workspace.scale.data_ptr()),
-        *(x.shape[0], plan.token_tile, int(plan.overlap)),
+        *(x.data_ptr(), routing.order.data_ptr(), *tiles, activations, scale),
+        *(TOP_K, plan.token_tile, limit, int(plan.overlap)),
+    )
+    launch(
+        "gate_up",
+        *(experts.gate_up.data_ptr(), experts.gate_up_bias.data_ptr(), activations, scale),
+        *(*tiles, hidden, *shape),
+    )
+    launch(
+        "down",
+        *(experts.down.data_ptr(), experts.down_bias.data_ptr(), hidden, routing.order.data_ptr(), *tiles),
+        *(routing.expert_weights.data_ptr(), workspace.partial.data_ptr(), *shape),
     )
 
 
