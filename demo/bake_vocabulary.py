@@ -29,6 +29,7 @@ SPECIAL = (199_998, 199_999, 200_002, 200_003, 200_005, 200_006, 200_007, 200_00
 EARLY_TOKENS, WORD_TOKENS, CAPITAL_TOKENS = 5_000, 13_000, 9_000
 FUNCTION_WORDS = 1_500
 SAMPLED_EXAMPLES, SAMPLED_AT_LEAST = 20_000, 4
+_LETTERS = re.compile(r" ?([A-Za-z]{2,})")
 _PRINTABLE = re.compile(r"[\x20-\x7e\n]+")
 
 
@@ -82,6 +83,7 @@ def base_token_ids(words: tuple[str, ...]) -> set[int]:
         kept.update(t for spelling in (*spellings(name), name, f" {name}") for t in enc.encode(spelling))
     for word in (*COMMON_WORDS, *NOUNS, *words[:FUNCTION_WORDS]):
         kept.update(enc.encode(f"_{word}"))
+        kept.update(enc.encode(f".{word}"))
     for word in words:
         kept.update(enc.encode(f" {word}"))
         for spelling in spellings(word):
@@ -100,11 +102,18 @@ def kept_token_ids(source: WordSource, base: set[int]) -> list[int]:
     return sorted(base | {token for token, count in counts.items() if count >= SAMPLED_AT_LEAST})
 
 
+def pieces(kept: list[int]) -> list[str]:
+    """The texts of kept tokens that are letters alone, without the space before them, each once."""
+    texts = (encoding().decode([token]) for token in kept if token not in SPECIAL)
+    return list(dict.fromkeys(match[1] for text in texts if (match := _LETTERS.fullmatch(text))))
+
+
 def main() -> None:
     """Bake the vocabulary."""
     words = english_words()
-    kept = kept_token_ids(WordSource(words), base_token_ids(words))
-    content = {"words": " ".join(words), "token_ids": kept}
+    base = base_token_ids(words)
+    kept = kept_token_ids(WordSource(words, tuple(pieces(sorted(base)))), base)
+    content = {"words": " ".join(words), "pieces": " ".join(pieces(kept)), "token_ids": kept}
     VOCABULARY_FILE.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,71 +11,123 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from antiphon.demo.dialogue import Example, Split
-from antiphon.demo.harmony import Rendered, render
-from antiphon.demo.mixture import SKILLS, make_example
+from antiphon.demo.dialogue import Effort, Example, Split
+from antiphon.demo.harmony import Rendered, render, system_tokens
+from antiphon.demo.mixture import SKILLS, TOOL_SKILLS, depends_on_date, make_example
 from antiphon.demo.vocabulary import Vocabulary, load_vocabulary
 
 IGNORED = -1
 """Target of a position that is not trained: prompts and padding."""
 
 
+TOOL_ROWS = 0.45
+"""Share of the rows whose conversations offer functions; their conversations are longer, so fewer fit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Rows of packed conversations; R rows of T tokens.
 
+    The conversations of a row share its first tokens, their system message, and see nothing else in common.
+
     Attributes:
         inputs: [R, T] int16, vocabulary rows.
         targets: [R, T] int16, the next token's row where the model is to speak, else IGNORED.
-        documents: [R, T] int16, number of the conversation within its row; padding has its own.
+        documents: [R, T] int16, 0 for the shared system message, then the number of the conversation within
+            its row; padding has its own.
+        positions: [R, T] int16, where a token stands in its conversation.
     """
 
     inputs: npt.NDArray[np.int16]
     targets: npt.NDArray[np.int16]
     documents: npt.NDArray[np.int16]
+    positions: npt.NDArray[np.int16]
 
 
-def trainable_example(rng: Random, vocabulary: Vocabulary, row_of: npt.NDArray[np.int16]) -> Rendered:
-    """A rendered training example whose reply consists of kept tokens; the skill is drawn first."""
-    skill = rng.choices(list(SKILLS), [weight for _, weight in SKILLS.values()])[0]
-    while True:
-        rendered = render(make_example(rng, Split.TRAIN, vocabulary.words, skill))
-        reply = row_of[rendered.token_ids[rendered.prompt_tokens :]]
-        if not (reply == vocabulary.unseen).any():
-            return rendered
+class ExampleSource:
+    """Training examples, row by row: those of a row share effort, date and whether functions are offered."""
+
+    def __init__(self, rng: Random, vocabulary: Vocabulary) -> None:
+        self._rng, self._vocabulary, self._row_of = rng, vocabulary, _row_table()
+        self._waiting: dict[bool, list[Example]] = {True: [], False: []}
+
+    def first(self, with_tools: bool) -> Example:
+        """The first of a row: one that did not fit into an earlier row, or a new one."""
+        waiting = self._waiting[with_tools]
+        return waiting.pop(0) if waiting else self._draw(with_tools, None)
+
+    def next_like(self, first: Example) -> Example:
+        """Another for the row of ``first``; one that needs a date of its own waits for a row of its own."""
+        with_tools = bool(first.tools)
+        while True:
+            example = self._draw(with_tools, first.effort)
+            if not depends_on_date(example):
+                return dataclasses.replace(example, date=first.date)
+            self._waiting[with_tools].append(example)
+
+    def put_back(self, example: Example) -> None:
+        """Keep an example that did not fit for a later row."""
+        self._waiting[bool(example.tools)].append(example)
+
+    def _draw(self, with_tools: bool, effort: Effort | None) -> Example:
+        """One that (does not) offer functions; the skill is drawn by weight among those that can."""
+        names = [name for name in SKILLS if (name in TOOL_SKILLS) == with_tools]
+        skill = self._rng.choices(names, [SKILLS[name][1] for name in names])[0]
+        while True:
+            example = make_example(self._rng, Split.TRAIN, self._vocabulary.words, skill, effort)
+            if bool(example.tools) == with_tools:
+                return example
+
+    def rendered(self, example: Example) -> Rendered | None:
+        """Its tokens, or None when the reply has one that is not kept."""
+        rendered = render(example)
+        reply = self._row_of[rendered.token_ids[rendered.prompt_tokens :]]
+        return None if (reply == self._vocabulary.unseen).any() else rendered
 
 
 def make_shard(seed: int, index: int, rows: int, row_tokens: int) -> Shard:
-    """Shard ``index`` of the stream of ``seed``: conversations packed first-fit into ``rows`` rows."""
-    vocabulary = load_vocabulary()
-    row_of = _row_table()
+    """Shard ``index`` of the stream of ``seed``."""
     rng = Random(f"shard {seed} {index}")
-    inputs = np.full((rows, row_tokens), row_of[199_999], np.int16)
-    targets = np.full((rows, row_tokens), IGNORED, np.int16)
-    documents = np.zeros((rows, row_tokens), np.int16)
-    used = [0] * rows
-    counts = [0] * rows
-    first, failures = 0, 0
-    while failures < 4 and first < rows:
-        rendered = trainable_example(rng, vocabulary, row_of)
-        length = len(rendered.token_ids) - 1
-        row = next((r for r in range(first, min(first + 24, rows)) if used[r] + length <= row_tokens), None)
-        if row is None:
-            if length <= row_tokens:
-                failures += first + 24 >= rows
-                first += first + 24 < rows
-            continue
-        ids = row_of[rendered.token_ids]
-        begin, end = used[row], used[row] + length
-        inputs[row, begin:end] = ids[:-1]
-        start = rendered.prompt_tokens - 1
-        targets[row, begin + start : end] = ids[start + 1 :]
-        counts[row] += 1
-        documents[row, begin:end] = counts[row]
-        used[row] = end
-    for row, end in enumerate(used):
-        documents[row, end:] = counts[row] + 1
-    return Shard(inputs, targets, documents)
+    source = ExampleSource(rng, load_vocabulary())
+    shape = (rows, row_tokens)
+    shard = Shard(
+        np.full(shape, _row_table()[199_999], np.int16),
+        np.full(shape, IGNORED, np.int16),
+        np.zeros(shape, np.int16),
+        np.zeros(shape, np.int16),
+    )
+    for row in range(rows):
+        _fill_row(shard, row, source, with_tools=rng.random() < TOOL_ROWS)
+    return shard
+
+
+def _fill_row(shard: Shard, row: int, source: ExampleSource, with_tools: bool) -> None:
+    """One system message, then conversations until a few in turn do not fit."""
+    capacity = shard.inputs.shape[1]
+    first = example = source.first(with_tools)
+    opening = system_tokens(first.effort, first.date, with_tools)
+    used, count, misfits = len(opening), 0, 0
+    shard.inputs[row, :used] = _row_table()[list(opening)]
+    shard.positions[row, :used] = np.arange(used)
+    while misfits < 3:
+        rendered = source.rendered(example)
+        if rendered is not None:
+            ids = _row_table()[rendered.token_ids[len(opening) :]]
+            end = used + len(ids) - 1
+            if end <= capacity:
+                count += 1
+                start = rendered.prompt_tokens - len(opening) - 1
+                shard.inputs[row, used:end] = ids[:-1]
+                shard.targets[row, used + start : end] = ids[start + 1 :]
+                shard.documents[row, used:end] = count
+                shard.positions[row, used:end] = len(opening) + np.arange(end - used)
+                used = end
+            else:
+                if misfits == 0 and count > 0:
+                    source.put_back(example)
+                misfits += 1
+        example = source.next_like(first)
+    shard.documents[row, used:] = count + 1
 
 
 def held_out_examples(seed: int, per_skill: int, skills: tuple[str, ...] = tuple(SKILLS)) -> list[Example]:

@@ -77,12 +77,14 @@ class Expect:
     Attributes:
         contains: texts that the final answer has, ignoring case.
         equals: the final answer, ignoring case and surrounding punctuation.
+        exact: the final answer, to the letter.
         call: the function to call, with these arguments (compared as JSON values).
         refusal: the final answer says that it does not know or cannot.
     """
 
     contains: tuple[str, ...] = ()
     equals: str | None = None
+    exact: str | None = None
     call: ToolCall | None = None
     refusal: bool = False
 

@@ -66,6 +66,8 @@ def is_right(expect: Expect, reply: AssistantTurn) -> bool:
         return reply.call is not None and same_call(expect.call, reply.call)
     if reply.call is not None or reply.final is None:
         return False
+    if expect.exact is not None and reply.final.strip() != expect.exact:
+        return False
     final = " ".join(reply.final.split()).lower()
     if expect.refusal and not any(text in final for text in REFUSALS):
         return False

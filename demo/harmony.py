@@ -40,16 +40,18 @@ def render_prompt(
     date: str | None = None,
 ) -> list[int]:
     """Token ids up to and including ``<|start|>assistant``."""
-    messages = [_developer(instructions, tools)] if instructions is not None or tools else []
-    messages.extend(_history(turns))
-    config = oh.RenderConversationConfig(auto_drop_analysis=False)
-    conversation = oh.Conversation.from_messages(messages)
-    rest: list[int] = encoding().render_conversation_for_completion(conversation, oh.Role.ASSISTANT, config)
-    return [*_system_tokens(effort, date, bool(tools)), *rest]
+    tokens = list(system_tokens(effort, date, bool(tools)))
+    if instructions is not None or tools:
+        tokens += encoding().render(_developer(instructions, tools))
+    finals = [i for i, turn in enumerate(turns) if isinstance(turn, AssistantTurn) and turn.final is not None]
+    last_final = finals[-1] if finals else -1
+    for index, turn in enumerate(turns):
+        tokens += _turn_tokens(turn, keep_analysis=index > last_final)  # older thoughts are dropped
+    return tokens + list(_marks("<|start|>assistant"))
 
 
 @functools.lru_cache(maxsize=8192)
-def _system_tokens(effort: str, date: str | None, has_tools: bool) -> tuple[int, ...]:
+def system_tokens(effort: str, date: str | None, has_tools: bool) -> tuple[int, ...]:
     """The system message, half of a short prompt, and the same in many of them."""
     options = oh.RenderOptions(conversation_has_function_tools=has_tools)
     return tuple(encoding().render(_system(effort, date), options))
@@ -58,14 +60,38 @@ def _system_tokens(effort: str, date: str | None, has_tools: bool) -> tuple[int,
 def render(example: Example) -> Rendered:
     """Token ids of the prompt and the reply."""
     prompt = render_prompt(example.turns, example.tools, example.effort, example.instructions, example.date)
-    reply: list[int] = []
-    for message in _assistant(example.reply, keep_analysis=True):
-        reply.extend(encoding().render(message))
+    reply = _turn_tokens(example.reply, keep_analysis=True)
     if example.reply.call is None:
         reply[-1] = RETURN
-    if reply[:2] != prompt[-2:]:
-        raise ValueError("the reply does not begin where the prompt ends")
     return Rendered(prompt + reply[2:], len(prompt))
+
+
+def _turn_tokens(turn: Turn, keep_analysis: bool) -> list[int]:
+    """The messages of a turn; as the library renders them, which takes several times as long."""
+    if isinstance(turn, UserTurn):
+        return _message("user", turn.text)
+    if isinstance(turn, ToolTurn):
+        return _message(f"functions.{turn.name} to=assistant<|channel|>commentary", turn.text)
+    tokens: list[int] = []
+    if keep_analysis and turn.analysis:
+        tokens += _message("assistant<|channel|>analysis", turn.analysis)
+    if turn.call is not None:
+        header = f"assistant to=functions.{turn.call.name}<|channel|>commentary json"
+        tokens += _message(header, turn.call.arguments, "<|call|>")
+    if turn.final is not None:
+        tokens += _message("assistant<|channel|>final", turn.final)
+    return tokens
+
+
+def _message(header: str, text: str, end: str = "<|end|>") -> list[int]:
+    """One message; what looks like a special token in ``text`` stays ordinary text."""
+    body: list[int] = encoding().encode(text, disallowed_special=())
+    return [*_marks(f"<|start|>{header}<|message|>"), *body, *_marks(end)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _marks(text: str) -> tuple[int, ...]:
+    return tuple(encoding().encode(text, allowed_special="all"))
 
 
 def parse(token_ids: list[int]) -> AssistantTurn:
@@ -104,35 +130,3 @@ def _developer(instructions: str | None, tools: tuple[Tool, ...]) -> Any:
             [oh.ToolDescription.new(t.name, t.description, parameters=t.parameters) for t in tools]
         )
     return oh.Message.from_role_and_content(oh.Role.DEVELOPER, content)
-
-
-def _history(turns: tuple[Turn, ...]) -> list[Any]:
-    """Messages of the turns; thoughts before the last final answer are dropped."""
-    finals = [i for i, turn in enumerate(turns) if isinstance(turn, AssistantTurn) and turn.final is not None]
-    last_final = finals[-1] if finals else -1
-    messages: list[Any] = []
-    for index, turn in enumerate(turns):
-        if isinstance(turn, UserTurn):
-            messages.append(oh.Message.from_role_and_content(oh.Role.USER, turn.text))
-        elif isinstance(turn, ToolTurn):
-            author = oh.Author.new(oh.Role.TOOL, f"functions.{turn.name}")
-            message = oh.Message.from_author_and_content(author, turn.text)
-            messages.append(message.with_recipient("assistant").with_channel("commentary"))
-        else:
-            messages.extend(_assistant(turn, keep_analysis=index > last_final))
-    return messages
-
-
-def _assistant(turn: AssistantTurn, keep_analysis: bool) -> list[Any]:
-    messages = []
-    if keep_analysis and turn.analysis:
-        message = oh.Message.from_role_and_content(oh.Role.ASSISTANT, turn.analysis)
-        messages.append(message.with_channel("analysis"))
-    if turn.call is not None:
-        message = oh.Message.from_role_and_content(oh.Role.ASSISTANT, turn.call.arguments)
-        message = message.with_channel("commentary").with_recipient(f"functions.{turn.call.name}")
-        messages.append(message.with_content_type("json"))
-    if turn.final is not None:
-        message = oh.Message.from_role_and_content(oh.Role.ASSISTANT, turn.final)
-        messages.append(message.with_channel("final"))
-    return messages

@@ -9,27 +9,32 @@ from random import Random
 from antiphon.demo.dialogue import Effort, Example, Split
 from antiphon.demo.phrasing import phrase_list
 from antiphon.demo.skills.arithmetic import arithmetic
-from antiphon.demo.skills.chat import chat
+from antiphon.demo.skills.chat import NO_DATE, chat
 from antiphon.demo.skills.conversation import conversation
 from antiphon.demo.skills.copying import copying
 from antiphon.demo.skills.knowledge import known_fact, unknown
+from antiphon.demo.skills.spelling import spelling
 from antiphon.demo.skills.tools import generic_call, no_call, weather_call
 from antiphon.demo.words import WordSource
 
 Maker = Callable[[Random, Split, Effort, WordSource], Example]
 
 SKILLS: dict[str, tuple[Maker, float]] = {
-    "chat": (chat, 4.0),
+    "chat": (chat, 3.0),
     "facts": (known_fact, 20.0),
     "refusal": (unknown, 10.0),
     "arithmetic": (arithmetic, 12.0),
-    "copying": (copying, 13.0),
-    "multi_turn": (conversation, 17.0),
+    "copying": (copying, 16.0),
+    "spelling": (spelling, 10.0),
+    "multi_turn": (conversation, 19.0),
     "tools": (weather_call, 7.0),
-    "tools_unseen": (generic_call, 14.0),
+    "tools_unseen": (generic_call, 16.0),
     "no_call": (no_call, 6.0),
 }
-"""Maker and weight of each skill."""
+"""Maker and weight of each skill; training weighs those that offer functions among themselves."""
+
+TOOL_SKILLS = ("tools", "tools_unseen", "no_call")
+"""Those whose conversations offer functions."""
 
 INSTRUCTIONS = phrase_list("instructions")
 
@@ -57,16 +62,20 @@ def instructions(rng: Random, words: WordSource) -> str | None:
     return f"You are an assistant for {noun}. " + " ".join(words.distinct_words(rng, count)).capitalize()
 
 
-def make_example(rng: Random, split: Split, words: WordSource, skill: str | None = None) -> Example:
-    """One example of ``skill`` (any, by weight, when None) in a random setting."""
+def make_example(
+    rng: Random, split: Split, words: WordSource, skill: str | None = None, effort: Effort | None = None
+) -> Example:
+    """One example of ``skill`` and ``effort`` (any, by weight, when None) in a random setting."""
     name = skill or rng.choices(list(SKILLS), [weight for _, weight in SKILLS.values()])[0]
-    effort = rng.choices(tuple(Effort), (3, 5, 2))[0]
+    effort = effort or rng.choices(tuple(Effort), (3, 5, 2))[0]
     example = SKILLS[name][0](rng, split, effort, words)
     date = example.date
-    if date is None and rng.random() < 0.85 and not _asks_for_the_date(example):
+    if date is None and rng.random() < 0.85 and not depends_on_date(example):
         date = rng.choice(COMMON_DATES) if rng.random() < 0.8 else any_date(rng)
     return dataclasses.replace(example, date=date, instructions=instructions(rng, words))
 
 
-def _asks_for_the_date(example: Example) -> bool:
-    return example.reply.final == "I'm sorry, I don't know today's date."
+def depends_on_date(example: Example) -> bool:
+    """Whether the reply is right for the example's own date only."""
+    final = example.reply.final
+    return final is not None and (final == NO_DATE or (example.date is not None and example.date in final))

@@ -91,7 +91,7 @@ def shipped(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the tokens of a pass stand: rotations [T, D / 2], visible keys, and how to compute."""
+    """Where the tokens of a pass stand: rotations [R, 1, T, D / 2], visible keys, and how to compute."""
 
     cos: Tensor
     sin: Tensor
@@ -276,7 +276,7 @@ def rotation(config: GptOssConfig, tokens: int, device: torch.device) -> tuple[T
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding on [R, heads, T, D]."""
+    """Rotary embedding on [R, heads, T, D]; cos and sin [R, 1, T, D / 2]."""
     first, second = x.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
@@ -286,34 +286,59 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, shipped(weight).to(x.dtype), shipped(bias).to(x.dtype))
 
 
-def dense_visibility(documents: Tensor, window: int) -> Visibility:
-    """documents [R, T] -> masks: the same conversation, not later, within the window of sliding layers."""
-    position = torch.arange(documents.shape[1], device=documents.device)
-    distance = position[:, None] - position[None, :]
-    same = (documents[:, :, None] == documents[:, None, :]).unsqueeze(1)
-    causal = same & (distance >= 0)
-    return Visibility(causal, causal & (distance < window))
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How conversations share rows: several follow one opening, which each of them sees as its own.
+
+    Attributes:
+        documents: [R, T] int, 0 for the shared opening, then 1, 2, ... for the conversations of the row.
+        positions: [R, T] int, where a token stands in its conversation, the opening counted in.
+    """
+
+    documents: Tensor
+    positions: Tensor
+
+    @staticmethod
+    def of_documents(documents: Tensor) -> Packing:
+        """Rows of conversations that share nothing, numbered from 1; positions are those in the row."""
+        places = torch.arange(documents.shape[1], device=documents.device)
+        return Packing(documents, places.expand_as(documents))
 
 
-def flex_visibility(documents: Tensor, window: int) -> Visibility:
+def dense_visibility(packing: Packing, window: int) -> Visibility:
+    """Masks: the same conversation or its opening, not later, within the window of sliding layers."""
+    documents, positions = packing.documents, packing.positions
+    place = torch.arange(documents.shape[1], device=documents.device)
+    key = documents[:, None, :]
+    same = (documents[:, :, None] == key) | (key == 0)
+    causal = (same & (place[:, None] >= place[None, :])).unsqueeze(1)
+    near = (positions[:, :, None] - positions[:, None, :] < window).unsqueeze(1)
+    return Visibility(causal, causal & near)
+
+
+def flex_visibility(packing: Packing, window: int) -> Visibility:
     """The same as block masks for flex attention; T is a multiple of the block size.
 
     Built from tensors alone, so that it can be part of a compiled step. Conversations are numbered in order
     within a row, so two blocks share one exactly when their ranges of numbers overlap.
     """
-    position = torch.arange(documents.shape[1] // FLEX_BLOCK, device=documents.device)
+    documents, positions = packing.documents, packing.positions
+    place = torch.arange(documents.shape[1] // FLEX_BLOCK, device=documents.device)
     first, last = documents[:, ::FLEX_BLOCK], documents[:, FLEX_BLOCK - 1 :: FLEX_BLOCK]
-    distance = position[:, None] - position[None, :]
+    distance = place[:, None] - place[None, :]
+    opening = (first == 0)[:, None, :] & (distance >= 0)
     shared = (first[:, :, None] <= last[:, None, :]) & (distance >= 0)  # [R, query blocks, key blocks]
 
     def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (documents[row, query] == documents[row, key]) & (query >= key)
+        owner = documents[row, key]
+        return ((documents[row, query] == owner) | (owner == 0)) & (query >= key)
 
     def sliding(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return causal(row, head, query, key) & (query - key < window)
+        return causal(row, head, query, key) & (positions[row, query] - positions[row, key] < window)
 
     reach = -(-(window - 1) // FLEX_BLOCK)
-    return Visibility(_block_mask(shared, causal), _block_mask(shared & (distance <= reach), sliding))
+    full = shared | opening
+    return Visibility(_block_mask(full, causal), _block_mask(shared & (distance <= reach) | opening, sliding))
 
 
 def _block_mask(visible: Tensor, rule: MaskRule) -> BlockMask:
@@ -323,8 +348,9 @@ def _block_mask(visible: Tensor, rule: MaskRule) -> BlockMask:
     return BlockMask.from_kv_blocks(count, order, BLOCK_SIZE=FLEX_BLOCK, mask_mod=rule)
 
 
-def placement(config: GptOssConfig, documents: Tensor, flex: bool, dtype: torch.dtype) -> Placement:
-    """Rotations and masks for packed rows; documents [R, T]."""
-    cos, sin = rotation(config, documents.shape[1], documents.device)
-    visibility = flex_visibility if flex else dense_visibility
-    return Placement(cos, sin, visibility(documents, config.sliding_window), flex, dtype)
+def placement(config: GptOssConfig, packing: Packing, flex: bool, dtype: torch.dtype) -> Placement:
+    """Rotations and masks for packed rows."""
+    cos, sin = rotation(config, packing.positions.shape[1], packing.positions.device)
+    visibility = (flex_visibility if flex else dense_visibility)(packing, config.sliding_window)
+    places = packing.positions.long()
+    return Placement(cos[places].unsqueeze(1), sin[places].unsqueeze(1), visibility, flex, dtype)

@@ -76,7 +76,7 @@ class Optimizer:
         self.matrix_rate, self.other_rate = matrix_rate, other_rate
         self.muon = Muon(matrices)
         fused = others[0].is_cuda
-        self.adam = torch.optim.AdamW(others, lr=other_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=fused)
+        self.adam = torch.optim.AdamW(others, lr=other_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=fused)
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
@@ -97,10 +97,13 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
 
-def schedule(progress: float, warmup: float = 0.02, decay: float = 0.5) -> float:
-    """Learning-rate factor at ``progress`` in [0, 1]: up, flat, then linearly down to a hundredth."""
-    if progress < warmup:
-        return max(progress, 1e-4) / warmup
+WARM_UP_STEPS = 120
+
+
+def schedule(step: int, progress: float, decay: float = 0.55) -> float:
+    """Learning-rate factor at ``step``, ``progress`` in [0, 1] of the way: up, flat, then linearly down."""
+    if step < WARM_UP_STEPS:
+        return (step + 1) / WARM_UP_STEPS
     if progress < 1 - decay:
         return 1.0
     return max((1 - progress) / decay, 0.01)

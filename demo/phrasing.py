@@ -37,6 +37,7 @@ FRAMES = phrases("frames")
 OPENINGS = phrases("openings")
 CLOSINGS = phrases("closings")
 FILLERS = phrase_list("fillers")
+NOISE = phrase_list("noise")
 
 
 def pick(rng: Random, options: Phrases, split: Split) -> str:
@@ -71,6 +72,15 @@ def dress(rng: Random, text: str, split: Split) -> str:
     if rng.random() < 0.02:
         text += "\n"
     return text
+
+
+def noisy_frame(rng: Random) -> str:
+    """A frame of words that mean nothing, for training: what is asked for is in ``{x}`` alone."""
+    before = [rng.choice(NOISE) for _ in range(rng.choice((0, 1, 2, 3, 4, 5)))]
+    after = [rng.choice(NOISE) for _ in range(rng.choice((0, 0, 0, 1, 2, 3)))]
+    if before and rng.random() < 0.3:
+        before[-1] += rng.choice((",", ":", "."))
+    return " ".join((*before, "{x}", *after)) + rng.choice(("?", ".", "", ", please."))
 
 
 def jittered(rng: Random, text: str) -> str:

@@ -56,6 +56,8 @@ class Question:
             expect["contains"] = list(self.expect.contains)
         if self.expect.equals is not None:
             expect["equals"] = self.expect.equals
+        if self.expect.exact is not None:
+            expect["exact"] = self.expect.exact
         if self.expect.call is not None:
             expect["call"] = dataclasses.asdict(self.expect.call)
         if self.expect.refusal:
@@ -77,6 +79,7 @@ class Question:
         judged = Expect(
             contains=tuple(expect.pop("contains", ())),
             equals=expect.pop("equals", None),
+            exact=expect.pop("exact", None),
             call=ToolCall(**call) if call is not None else None,
             refusal=bool(expect.pop("refusal", False)),
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from antiphon.demo.dataset import IGNORED, Shard, shard_stream
-from antiphon.demo.network import TINY, TinyGptOss, placement
+from antiphon.demo.network import TINY, Packing, TinyGptOss, placement
 from antiphon.demo.optimizer import Optimizer, schedule
 from antiphon.demo.vocabulary import load_vocabulary
 from antiphon.model.config import GptOssConfig
@@ -30,19 +30,20 @@ class Settings:
     """One training run."""
 
     out: Path
-    steps: int = 6000
-    rows: int = 128
-    row_tokens: int = 640
+    steps: int | None = None
+    """Optimiser steps; None: as many as fit into ``max_seconds`` at the speed of the first ones."""
+    rows: int = 64
+    row_tokens: int = 1024
     seed: int = 0
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
     attention: str = "flex"
     compiled: bool = True
-    workers: int = 14
+    workers: int = 10
     matrix_rate: float = 0.012
     other_rate: float = 1.5e-3
     balance: float = 0.01
-    max_seconds: float = 1e9
+    max_seconds: float = 600.0
     """Training ends by then: a machine too slow for ``steps`` runs through the schedule by time instead."""
     score_per_skill: int = 100
     config: GptOssConfig = TINY
@@ -50,8 +51,8 @@ class Settings:
 
 SMOKE = {
     "steps": 30,
-    "rows": 3,
-    "row_tokens": 640,
+    "rows": 2,
+    "row_tokens": 1024,
     "device": "cpu",
     "dtype": torch.float32,
     "attention": "masked",
@@ -68,39 +69,47 @@ class Batch:
 
     Attributes:
         inputs: [R, T] int64.
-        documents: [R, T] int32.
-        positions: [M] int64, flat indices of the positions to train.
+        documents, positions: [R, T] int32.
+        trained: [M] int64, flat indices of the places to train.
         targets: [M] int64, IGNORED where unused.
     """
 
     inputs: Tensor
     documents: Tensor
     positions: Tensor
+    trained: Tensor
     targets: Tensor
 
 
 def batches(settings: Settings) -> Iterator[Batch]:
     """The stream of training batches; M is fixed so that compiled code sees one shape."""
-    trained = int(settings.rows * settings.row_tokens * 0.4) // 128 * 128
-    shards = shard_stream(settings.seed, settings.rows, settings.row_tokens, settings.workers, settings.steps)
+    trained = int(settings.rows * settings.row_tokens * TRAINED_SHARE) // 128 * 128
+    count = settings.steps or MOST_STEPS
+    shards = shard_stream(settings.seed, settings.rows, settings.row_tokens, settings.workers, count)
     for shard in shards:
         yield to_device(shard, trained, settings.device)
 
 
 def to_device(shard: Shard, trained: int, device: str) -> Batch:
-    """A shard as tensors; at most ``trained`` positions are trained."""
+    """A shard as tensors; at most ``trained`` places are trained."""
     flat = torch.from_numpy(shard.targets.reshape(-1)).long()
-    positions = (flat != IGNORED).nonzero().squeeze(1)[:trained]
+    places = (flat != IGNORED).nonzero().squeeze(1)[:trained]
     targets = torch.full((trained,), IGNORED)
-    targets[: len(positions)] = flat[positions]
+    targets[: len(places)] = flat[places]
     padded = torch.zeros(trained, dtype=torch.long)
-    padded[: len(positions)] = positions
-    inputs, documents = torch.from_numpy(shard.inputs).long(), torch.from_numpy(shard.documents).int()
+    padded[: len(places)] = places
+    inputs = torch.from_numpy(shard.inputs).long()
+    documents, positions = torch.from_numpy(shard.documents).int(), torch.from_numpy(shard.positions).int()
     cuda = device.startswith("cuda")
-    moved = [t.pin_memory() if cuda else t for t in (inputs, documents, padded, targets)]
+    moved = [t.pin_memory() if cuda else t for t in (inputs, documents, positions, padded, targets)]
     return Batch(*(t.to(device, non_blocking=cuda) for t in moved))
 
 
+TRAINED_SHARE = 0.52
+"""Room for the places to train, as a share of all; a little more than shards have."""
+MOST_STEPS = 100_000
+FITTED_AT, FITTED_FROM = 300, 60
+"""The steps whose speed says how many fit."""
 LossFunction = Callable[[Batch], tuple[Tensor, Tensor]]
 
 
@@ -111,7 +120,7 @@ def loss_function(model: TinyGptOss, settings: Settings) -> LossFunction:
     """
 
     def head(hidden: Tensor, batch: Batch) -> Tensor:
-        logits = model.logits(hidden.flatten(0, 1)[batch.positions])
+        logits = model.logits(hidden.flatten(0, 1)[batch.trained])
         return torch.nn.functional.cross_entropy(logits, batch.targets, ignore_index=IGNORED)
 
     if settings.compiled:
@@ -120,7 +129,8 @@ def loss_function(model: TinyGptOss, settings: Settings) -> LossFunction:
             block.compile(dynamic=False)
 
     def loss(batch: Batch) -> tuple[Tensor, Tensor]:
-        place = placement(settings.config, batch.documents, settings.attention == "flex", settings.dtype)
+        packing = Packing(batch.documents, batch.positions)
+        place = placement(settings.config, packing, settings.attention == "flex", settings.dtype)
         hidden, balance = model(batch.inputs, place)
         return head(hidden, batch), balance
 
@@ -142,33 +152,58 @@ def train(model: TinyGptOss, settings: Settings, checkpoint: Callable[[int], Non
     optimizer = Optimizer(model, settings.matrix_rate, settings.other_rate)
     loss_of = loss_function(model, settings)
     losses: list[tuple[int, Tensor]] = []
-    began = time.monotonic()
-    steady = began
-    step = 0
-    with tqdm(total=settings.steps, desc="training", mininterval=5.0) as bar:
-        for step, batch in enumerate(batches(settings)):
+    began, steady = time.monotonic(), 0.0
+    total, step, waited = settings.steps, 0, 0.0
+    stream = batches(settings)
+    with tqdm(total=total, desc="training", mininterval=5.0) as bar:
+        while total is None or step < total:
+            asked = time.monotonic()
+            batch = next(stream)
+            waited += time.monotonic() - asked
+            elapsed = time.monotonic() - began
+            if elapsed > settings.max_seconds:
+                break
+            clock = (elapsed - steady) / (settings.max_seconds - steady)
+            progress = _progress(step / total if total else None, clock)
             cross_entropy, balance = loss_of(batch)
             (cross_entropy + settings.balance * balance).backward()  # type: ignore[no-untyped-call]
-            elapsed = time.monotonic() - began
-            optimizer.step(schedule(max(step / settings.steps, elapsed / settings.max_seconds)))
+            optimizer.step(schedule(step, progress))
             if step % 10 == 0:
                 losses.append((step, cross_entropy.detach()))
             if step % 200 == 0:
-                bar.set_postfix(loss=f"{_finite(cross_entropy, step):.4f}", balance=f"{balance.item():.3f}")
-            if step == 20:
-                steady = time.monotonic()
+                bar.set_postfix(loss=f"{_finite(cross_entropy, step):.4f}", waited=f"{waited:.1f}")
+            step += 1
             bar.update()
-            if step % 2500 == 2499:
+            if step == FITTED_FROM:
+                _finite(cross_entropy, step)  # waits for the device
+                steady = time.monotonic() - began
+            if step == FITTED_AT and total is None:
+                _finite(cross_entropy, step)
+                total = bar.total = fitting_steps(settings.max_seconds, time.monotonic() - began, steady)
+            if step % 3000 == 0:
                 checkpoint(step)
-            if elapsed > settings.max_seconds:
-                break
-    steps = step + 1
-    tokens = steps * settings.rows * settings.row_tokens
+    if settings.device.startswith("cuda"):
+        torch.cuda.synchronize()
     seconds = time.monotonic() - began
-    if steps > 40:
-        rate = (steps - 21) * settings.rows * settings.row_tokens / (time.monotonic() - steady)
-        tqdm.write(f"{rate / 1e6:.3f} M tokens/s after the first 20 steps ({steady - began:.1f} s)")
-    return Record([(at, float(value)) for at, value in losses], tokens, seconds, steps)
+    if step > FITTED_FROM:
+        rate = (step - FITTED_FROM) * settings.rows * settings.row_tokens / (seconds - steady)
+        tqdm.write(f"{rate / 1e6:.3f} M tokens/s after {steady:.1f} s, {waited:.1f} s without data")
+    kept = [(at, float(value)) for at, value in losses]
+    return Record(kept, step * settings.rows * settings.row_tokens, seconds, step)
+
+
+def _progress(done: float | None, clock: float) -> float:
+    """How far the schedule is: by the steps done, or by the clock when it is more than 2 % ahead of them."""
+    return clock if done is None or clock > done + 0.02 else done
+
+
+def fitting_steps(max_seconds: float, elapsed: float, steady: float) -> int:
+    """How many steps fit, seen after FITTED_AT of them, the first FITTED_FROM of which took ``steady``.
+
+    3 % are kept back, since what ends by the clock is not repeatable.
+    """
+    rate = (FITTED_AT - FITTED_FROM) / (elapsed - steady)
+    return max(FITTED_AT + int(rate * (0.97 * max_seconds - elapsed)), FITTED_AT + 1)
 
 
 def _finite(loss: Tensor, step: int) -> float:

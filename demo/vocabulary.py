@@ -42,4 +42,7 @@ class Vocabulary:
 def load_vocabulary() -> Vocabulary:
     """The vocabulary that the project's packed model was trained with."""
     content = json.loads(VOCABULARY_FILE.read_text(encoding="utf-8"))
-    return Vocabulary(tuple(content["token_ids"]), WordSource(tuple(content["words"].split())))
+    return Vocabulary(
+        tuple(content["token_ids"]),
+        WordSource(tuple(content["words"].split()), tuple(content["pieces"].split())),
+    )

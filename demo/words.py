@@ -21,9 +21,15 @@ class WordSource:
     Attributes:
         vocabulary: words that are single tokens after a space, most frequent first, and whose other spellings
             (without the space, capitalised) consist of kept tokens too.
+        pieces: the texts of kept tokens that are letters alone, most of them parts of words.
     """
 
     vocabulary: tuple[str, ...]
+    pieces: tuple[str, ...] = ()
+
+    def piece(self, rng: Random) -> str:
+        """The letters of any kept token; so each of them is met often enough to be copied."""
+        return rng.choice(self.pieces or self.vocabulary)
 
     def word(self, rng: Random) -> str:
         """A word: everyday ones and the whole vocabulary in equal parts."""

@@ -27,6 +27,7 @@ TOPICS: tuple[tuple[Phrases, str, str, str], ...] = (
 )
 """Phrasings, thought, answer, and what a right answer has."""
 TODAY = phrases("chat_today")
+NO_DATE = "I'm sorry, I don't know today's date."
 
 
 def reply(lead: str, final: str, effort: Effort) -> AssistantTurn:
@@ -59,7 +60,7 @@ def _today(rng: Random, split: Split, effort: Effort) -> Example:
         thought = by_effort(
             effort, "No date is given.", "The user asks for the date.", "I say that I don't know it."
         )
-        expect, turn = Expect(refusal=True), AssistantTurn(thought, "I'm sorry, I don't know today's date.")
+        expect, turn = Expect(refusal=True), AssistantTurn(thought, NO_DATE)
         return Example("chat", (UserTurn(text),), turn, expect, effort, keys=(f"chat phrasing {text}",))
     core = f"The current date is {date}."
     thought = by_effort(

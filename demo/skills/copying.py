@@ -55,7 +55,9 @@ def words_of(rng: Random, split: Split, words: WordSource, least: int = 2, most:
     while True:
         chosen = words.distinct_words(rng, rng.randint(least, most))
         style = rng.random()
-        if style < 0.2:
+        if style > 0.8:
+            chosen = list(dict.fromkeys(words.piece(rng) for _ in chosen))
+        elif style < 0.2:
             chosen = [word.capitalize() for word in chosen]
         elif style < 0.4:
             chosen = list(dict.fromkeys(words.oddity(rng) if rng.random() < 0.5 else word for word in chosen))

@@ -74,13 +74,13 @@ def _schema(rng: Random, properties: dict[str, dict[str, object]], required: lis
     return schema
 
 
-def place(rng: Random, split: Split, words: WordSource) -> str:
-    """A city, mostly a real one; cities that are no capitals belong to one split each."""
+def place(rng: Random, words: WordSource) -> str:
+    """A city, mostly a real one; or an invented one."""
     chance = rng.random()
-    if chance < 0.6:
+    if chance < 0.4:
         return rng.choice(list(relation("capital").pairs.values()))
     if chance < 0.82:
-        return rng.choice([city for city in CITIES if split_of(f"city {city}") is split])
+        return rng.choice(CITIES)
     if chance < 0.94:
         return words.invented_name(rng)
     return words.word(rng).capitalize()
@@ -128,7 +128,7 @@ def dump(rng: Random, value: object) -> str:
 def weather(rng: Random, split: Split, words: WordSource) -> Request:
     """A question for the weather somewhere."""
     tool, parameter = weather_tool(rng)
-    city = place(rng, split, words)
+    city = place(rng, words)
     phrasing = pick(rng, WEATHER_FORMS, split)
     text = dress(rng, fill(phrasing, x=city, s=rng.choice(WEATHER_ENDINGS)), split)
     value = city.lower() if text == text.lower() else city
@@ -141,14 +141,26 @@ def weather(rng: Random, split: Split, words: WordSource) -> Request:
 def function_noun(rng: Random, split: Split, words: WordSource) -> str:
     """A noun for function names; every noun belongs to one split. Training also names functions at random."""
     while True:
-        random_word = split is Split.TRAIN and rng.random() < 0.35
-        noun = joined_noun(rng, words) if random_word else rng.choice(NOUNS)
+        chance = rng.random() if split is Split.TRAIN else 1.0
+        if chance < 0.35:
+            noun = joined_noun(rng, words)
+        elif chance < 0.5:
+            noun = made_up(rng, words)
+        else:
+            noun = rng.choice(NOUNS)
         if (
             len(noun) > 2
             and noun not in ("the", "weather", "you", "and")
             and split_of(f"function {noun}") is split
         ):
             return noun
+
+
+def made_up(rng: Random, words: WordSource) -> str:
+    """One or two pieces of words in lower case, or a name that is none; nobody has met it."""
+    if rng.random() < 0.3:
+        return words.invented_name(rng).lower()
+    return "".join(words.piece(rng).lower() for _ in range(rng.choice((1, 2))))
 
 
 def function_name(rng: Random, verb: str, noun: str, words: WordSource) -> str:
@@ -163,36 +175,57 @@ def function_name(rng: Random, verb: str, noun: str, words: WordSource) -> str:
     return noun
 
 
+def parameter_name(rng: Random, words: WordSource) -> str:
+    """An everyday name, a word, two words, or something made up."""
+    chance = rng.random()
+    if chance < 0.45:
+        return rng.choice(ENTITY_PARAMETERS)
+    if chance < 0.8:
+        return words.word(rng)
+    if chance < 0.9:
+        return f"{words.word(rng)}_{words.word(rng)}"
+    return made_up(rng, words)
+
+
 def value_for(rng: Random, words: WordSource) -> str:
     """A text argument."""
     chance = rng.random()
-    if chance < 0.3:
+    if chance < 0.22:
         return words.person(rng)
-    if chance < 0.5:
-        return rng.choice(list(relation("capital").pairs.values()))
-    if chance < 0.6:
+    if chance < 0.37:
+        return rng.choice((*relation("capital").pairs.values(), *CITIES))
+    if chance < 0.47:
         return words.title(rng)
-    if chance < 0.7:
+    if chance < 0.55:
         return "".join(rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(rng.randint(2, 4)))
+    if chance < 0.6:
+        return words.invented_name(rng)
+    if chance < 0.7:
+        return words.piece(rng)
     return " ".join(words.distinct_words(rng, rng.choice((1, 1, 1, 2, 3))))
 
 
-def _described(rng: Random, kind: str, text: str) -> dict[str, object]:
+def _described(rng: Random, kind: str, text: str, words: WordSource) -> dict[str, object]:
     schema: dict[str, object] = {"type": kind}
     if rng.random() < 0.5:
-        schema["description"] = text
+        schema["description"] = rambling(rng, words) if rng.random() < 0.15 else text
     return schema
+
+
+def rambling(rng: Random, words: WordSource) -> str:
+    """A description that says nothing, as long as real ones are; the names have to do."""
+    return " ".join(words.distinct_words(rng, rng.randint(3, 14))).capitalize() + rng.choice(("", "."))
 
 
 def query(rng: Random, split: Split, words: WordSource) -> Request:
     """A generic function that looks something up for one entity."""
     verb, noun = rng.choice(QUERY_VERBS), function_noun(rng, split, words)
-    parameter = rng.choice(ENTITY_PARAMETERS) if rng.random() < 0.75 else words.word(rng)
+    parameter = parameter_name(rng, words) if rng.random() < 0.4 else rng.choice(ENTITY_PARAMETERS)
     name = function_name(rng, verb, noun, words)
     shown = parameter.replace("_", " ")
     number = parameter.endswith("id") and rng.random() < 0.5
     value: str | int = rng.randint(0, 999) if number else value_for(rng, words)
-    described = _described(rng, "integer" if number else "string", f"The {shown}")
+    described = _described(rng, "integer" if number else "string", f"The {shown}", words)
     description = rng.choice(
         (
             f"{verb.capitalize()} the {noun} of a {shown}.",
@@ -201,6 +234,7 @@ def query(rng: Random, split: Split, words: WordSource) -> Request:
             f"Gives the {noun} of the given {shown}.",
             f"{verb.capitalize()} {noun}",
             f"The {noun} of a {shown}.",
+            rambling(rng, words),
         )
     )
     tool = Tool(name, description, _schema(rng, {parameter: described}, [parameter]))
@@ -237,7 +271,13 @@ def command(rng: Random, split: Split, words: WordSource) -> Request:
         arguments[parameter] = value
         spoken.append(_spoken(rng, parameter, value))
     description = rng.choice(
-        (f"{verb.capitalize()} the {noun}.", f"{verb.capitalize()} a {noun}", f"Can {verb} the {noun}.", "")
+        (
+            f"{verb.capitalize()} the {noun}.",
+            f"{verb.capitalize()} a {noun}",
+            f"Can {verb} the {noun}.",
+            "",
+            rambling(rng, words),
+        )
     )
     tool = Tool(name, description, _schema(rng, properties, list(arguments)))
     forms = EXPLICIT if rng.random() < 0.5 else ACTION_FORMS
@@ -281,7 +321,7 @@ def bare(rng: Random, split: Split, words: WordSource) -> Request:
 def _parameter_names(rng: Random, words: WordSource) -> list[str]:
     names: dict[str, None] = {}
     while len(names) < rng.choice((1, 1, 2, 2, 3)):
-        names[rng.choice(ENTITY_PARAMETERS) if rng.random() < 0.5 else words.word(rng)] = None
+        names[parameter_name(rng, words)] = None
     return list(names)
 
 
@@ -289,13 +329,13 @@ def _typed_value(rng: Random, parameter: str, words: WordSource) -> tuple[dict[s
     chance = rng.random()
     shown = f"The {parameter.replace('_', ' ')}"
     if chance < 0.3:
-        return _described(rng, rng.choice(("integer", "number")), shown), rng.randint(0, 999)
+        return _described(rng, rng.choice(("integer", "number")), shown, words), rng.randint(0, 999)
     if chance < 0.42:
         options = words.distinct_words(rng, rng.randint(2, 4))
         return {"type": "string", "enum": options}, rng.choice(options)
     if chance < 0.48:
-        return _described(rng, "boolean", shown), rng.random() < 0.5
-    return _described(rng, "string", shown), value_for(rng, words)
+        return _described(rng, "boolean", shown, words), rng.random() < 0.5
+    return _described(rng, "string", shown, words), value_for(rng, words)
 
 
 def _spoken(rng: Random, parameter: str, value: object) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from antiphon.demo.dialogue import AssistantTurn, Effort, Example, Expect, Split, UserTurn, split_of
-from antiphon.demo.phrasing import FRAMES, by_effort, dress, fill, phrase_list, phrases, pick
+from antiphon.demo.phrasing import FRAMES, by_effort, dress, fill, noisy_frame, phrase_list, phrases, pick
 from antiphon.demo.relation import Relation
 from antiphon.demo.tables import aliases, capitalised, relations
 from antiphon.demo.words import WordSource
@@ -76,12 +76,17 @@ def question_templates(relation: Relation, split: Split) -> tuple[str, ...]:
     return relation.questions[:-held_out] + phrase_list(f"ask_{relation.name.replace(' ', '_')}")
 
 
+def frame(rng: Random, split: Split) -> str:
+    """How something is asked for; ``{x}`` marks what."""
+    return noisy_frame(rng) if split is Split.TRAIN and rng.random() < 0.25 else pick(rng, FRAMES, split)
+
+
 def ask(rng: Random, relation: Relation, entity: str, split: Split) -> tuple[str, str]:
     """A question for ``relation`` of ``entity``: (text, phrasing)."""
     if rng.random() < 0.4:
         template = rng.choice(question_templates(relation, split))
     else:
-        template = pick(rng, FRAMES, split).replace("{x}", rng.choice(relation.noun_phrases))
+        template = frame(rng, split).replace("{x}", rng.choice(relation.noun_phrases))
     return fill(template, e=entity), template
 
 
@@ -114,7 +119,7 @@ def unknown_text(rng: Random, split: Split, words: WordSource) -> tuple[str, str
             noun = joined_noun(rng, words)
         else:
             noun = pick(rng, UNKNOWN_RELATIONS, split)
-        template = pick(rng, FRAMES, split)
+        template = frame(rng, split)
         phrase = f"the {noun} of {entity}" if rng.random() < 0.75 else f"{entity}'s {noun}"
         return fill(template, x=phrase), f"{template} {noun}", final
     if kind < 0.5:  # a known relation, an entity that nobody taught

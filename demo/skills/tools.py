@@ -101,7 +101,7 @@ def _loop(rng: Random, request: Request) -> tuple[Turn, ...]:
 def follow_up(rng: Random, split: Split, words: WordSource, request: Request) -> tuple[Request, str]:
     """The same function again for another value: (new request, phrasing)."""
     is_weather = request.subject.startswith("The weather in")
-    value = place(rng, split, words) if is_weather else value_for(rng, words)
+    value = place(rng, words) if is_weather else value_for(rng, words)
     phrasing = pick(rng, AGAIN, split)
     arguments = json.loads(request.call.arguments) | {request.parameter: value}
     kind = "The weather in" if is_weather else request.subject.rsplit(f" {request.value}", 1)[0]

@@ -10,7 +10,7 @@ import pytest
 
 from antiphon.demo import harmony
 from antiphon.demo.dataset import IGNORED, held_out_examples, make_shard, shard_stream
-from antiphon.demo.dialogue import Effort, Example, Split, ToolTurn, UserTurn
+from antiphon.demo.dialogue import AssistantTurn, Effort, Example, Split, ToolTurn, Turn, UserTurn
 from antiphon.demo.evaluate import judge
 from antiphon.demo.mixture import SKILLS, make_example
 from antiphon.demo.questions import Question, prompt_parts, question_of
@@ -53,19 +53,50 @@ def test_every_reply_satisfies_its_own_judge(skill: str, split: Split) -> None:
         assert verdict.reply == example.reply
 
 
-def test_rendering_is_that_of_the_library_for_the_whole_conversation() -> None:
+def library_messages(turns: tuple[Turn, ...]) -> list[oh.Message]:
+    """The turns as the library's own messages; thoughts before the last final answer are dropped."""
+    finals = [i for i, turn in enumerate(turns) if isinstance(turn, AssistantTurn) and turn.final is not None]
+    messages = []
+    for index, turn in enumerate(turns):
+        if isinstance(turn, UserTurn):
+            messages.append(oh.Message.from_role_and_content(oh.Role.USER, turn.text))
+        elif isinstance(turn, ToolTurn):
+            author = oh.Author.new(oh.Role.TOOL, f"functions.{turn.name}")
+            message = oh.Message.from_author_and_content(author, turn.text)
+            messages.append(message.with_recipient("assistant").with_channel("commentary"))
+        else:
+            messages += assistant_messages(turn, keep_analysis=not finals or index > finals[-1])
+    return messages
+
+
+def assistant_messages(turn: AssistantTurn, keep_analysis: bool) -> list[oh.Message]:
+    def message(text: str, channel: str) -> oh.Message:
+        return oh.Message.from_role_and_content(oh.Role.ASSISTANT, text).with_channel(channel)
+
+    messages = [message(turn.analysis, "analysis")] if keep_analysis and turn.analysis else []
+    if turn.call is not None:
+        called = message(turn.call.arguments, "commentary").with_recipient(f"functions.{turn.call.name}")
+        messages.append(called.with_content_type("json"))
+    if turn.final is not None:
+        messages.append(message(turn.final, "final"))
+    return messages
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_rendering_is_that_of_the_library_for_the_whole_conversation(skill: str) -> None:
     config = oh.RenderConversationConfig(auto_drop_analysis=False)
-    for example in examples(Split.TRAIN, 150):
+    for example in examples(Split.TRAIN, 60, skill):
         messages = [harmony._system(example.effort, example.date)]
         if example.instructions is not None or example.tools:
             messages.append(harmony._developer(example.instructions, example.tools))
-        messages += harmony._history(example.turns)
+        messages += library_messages(example.turns)
         conversation = oh.Conversation.from_messages(messages)
         whole = harmony.encoding().render_conversation_for_completion(conversation, oh.Role.ASSISTANT, config)
         rendered = harmony.render(example)
         assert rendered.token_ids[: rendered.prompt_tokens] == whole
-        reply = rendered.token_ids[rendered.prompt_tokens :]
-        assert reply[-1] == (harmony.CALL if example.reply.call else harmony.RETURN)
+        reply = [t for m in assistant_messages(example.reply, True) for t in harmony.encoding().render(m)]
+        stop = harmony.CALL if example.reply.call else harmony.RETURN
+        assert [*whole, *reply[2:-1], stop] == rendered.token_ids
 
 
 def test_a_question_survives_its_json_form_and_gives_the_same_prompt() -> None:
@@ -117,7 +148,7 @@ def test_shards_depend_on_seed_and_index_alone() -> None:
 def test_a_shard_trains_replies_only_and_their_tokens_are_kept() -> None:
     vocabulary = load_vocabulary()
     row_of = {token: row for row, token in enumerate(vocabulary.token_ids)}
-    shard = make_shard(0, 0, 4, 640)
+    shard = make_shard(0, 0, 4, 1024)
     assert (shard.targets < vocabulary.unseen).all()
     for row in range(4):
         for document in range(1, int(shard.documents[row].max())):
@@ -127,6 +158,21 @@ def test_a_shard_trains_replies_only_and_their_tokens_are_kept() -> None:
             assert trained[first:].all()
             assert shard.inputs[row, where[first]] == row_of[173_781]  # "assistant", after <|start|>
             assert shard.targets[row, where[-1]] in (row_of[harmony.RETURN], row_of[harmony.CALL])
+
+
+def test_a_row_is_one_system_message_and_conversations_that_continue_it() -> None:
+    shard = make_shard(3, 1, 6, 1024)
+    vocabulary = load_vocabulary()
+    for inputs, documents, positions in zip(shard.inputs, shard.documents, shard.positions, strict=True):
+        opening = int((documents == 0).sum())
+        text = harmony.encoding().decode([vocabulary.token_ids[row] for row in inputs[:opening]])
+        assert text.startswith("<|start|>system<|message|>You are ChatGPT")
+        assert text.endswith("<|end|>")
+        assert documents.max() > 2
+        for document in range(1, int(documents.max())):
+            (where,) = (documents == document).nonzero()
+            assert inputs[where[0]] == inputs[0]  # <|start|>
+            assert positions[where].tolist() == list(range(opening, opening + len(where)))
 
 
 def test_vocabulary_rows_are_sorted_unique_and_cover_harmony() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from antiphon.demo.network import (
     TINY,
+    Packing,
     TinyGptOss,
     dense_visibility,
     flex_attend,
@@ -31,16 +32,16 @@ def test_rounding_in_the_loop_is_that_of_the_checkpoint() -> None:
 
 def attend_both(device: str, backwards: bool) -> list[tuple[torch.Tensor | None, ...]]:
     """Output, and gradients if asked for, of plain and of flex attention on the same packed rows."""
-    documents = torch.tensor([[1] * 70 + [2] * 150 + [3] * 36, [1] * 200 + [2] * 56], dtype=torch.int32).to(
-        device
-    )
+    documents = torch.tensor([[1] * 70 + [2] * 150 + [3] * 36, [0] * 30 + [1] * 170 + [2] * 56]).int()
+    positions = [[*range(70), *range(150), *range(36)], [*range(200), *range(30, 86)]]
+    packing = Packing(documents.to(device), torch.tensor(positions).int().to(device))
     results = []
     for attend, visibility in ((masked_attend, dense_visibility), (flex_attend, flex_visibility)):
         generator = torch.Generator().manual_seed(1)
         q, k, v, weight = (torch.randn(2, n, 256, 64, generator=generator).to(device) for n in (8, 4, 4, 8))
         sinks = torch.linspace(-1, 2, 8, device=device)
         leaves = [tensor.requires_grad_(backwards) for tensor in (q, k, v, sinks)]
-        seen = visibility(documents, 50)
+        seen = visibility(packing, 50)
         out = attend(q, k, v, sinks, seen.full, 0.125) + attend(q, k, v, sinks, seen.sliding, 0.125)
         if backwards:
             (out * weight).sum().backward()
@@ -63,7 +64,7 @@ def test_flex_attention_with_sinks_has_the_gradients_of_plain_attention() -> Non
 
 
 def test_window_counts_the_query_itself() -> None:
-    seen = dense_visibility(torch.ones(1, 300, dtype=torch.int32), 128)
+    seen = dense_visibility(Packing.of_documents(torch.ones(1, 300, dtype=torch.int32)), 128)
     assert isinstance(seen.sliding, torch.Tensor)
     assert int(seen.sliding[0, 0, 299].sum()) == 128
 
@@ -72,10 +73,26 @@ def test_a_conversation_does_not_see_its_neighbours_in_a_row() -> None:
     torch.manual_seed(0)
     model = TinyGptOss(SMALL, 50, 1000)
     rows = torch.randint(0, 50, (1, 64))
-    packed = torch.tensor([[1] * 40 + [2] * 24], dtype=torch.int32)
-    whole, _ = model(rows, placement(SMALL, packed, False, torch.float32))
-    alone, _ = model(rows[:, 40:], placement(SMALL, packed[:, 40:], False, torch.float32))
+    documents = torch.tensor([[1] * 40 + [2] * 24], dtype=torch.int32)
+    whole, _ = model(rows, placement(SMALL, Packing.of_documents(documents), False, torch.float32))
+    packed = Packing.of_documents(documents[:, 40:])
+    alone, _ = model(rows[:, 40:], placement(SMALL, packed, False, torch.float32))
     torch.testing.assert_close(whole[:, 40:], alone, rtol=1e-3, atol=1e-4)  # rotary positions are relative
+
+
+def test_conversations_of_a_row_see_the_shared_opening_as_if_each_began_with_it() -> None:
+    torch.manual_seed(0)
+    model = TinyGptOss(SMALL, 50, 1000)
+    opening, first, second = torch.randint(0, 50, (1, 150)).split((30, 70, 50), 1)
+    documents = torch.tensor([[0] * 30 + [1] * 70 + [2] * 50])
+    positions = torch.tensor([[*range(100), *range(30, 80)]])
+    rows = torch.cat((opening, first, second), 1)
+    whole, _ = model(rows, placement(SMALL, Packing(documents, positions), False, torch.float32))
+    for conversation, place in ((first, slice(30, 100)), (second, slice(100, 150))):
+        own = torch.cat((opening, conversation), 1)
+        packed = Packing.of_documents(torch.ones_like(own))
+        alone, _ = model(own, placement(SMALL, packed, False, torch.float32))
+        torch.testing.assert_close(whole[:, place], alone[:, 30:], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("unseen", [1, 1000])

@@ -12,7 +12,7 @@ import torch
 
 from antiphon.demo.expand import ensure_demo_checkpoint, expand
 from antiphon.demo.generate import generate
-from antiphon.demo.network import TINY, TinyGptOss, placement
+from antiphon.demo.network import TINY, Packing, TinyGptOss, placement
 from antiphon.demo.packed import load_weights, read_packed, shipped_weights, write_packed
 from antiphon.demo.vocabulary import Vocabulary
 from antiphon.demo.words import WordSource
@@ -105,9 +105,9 @@ def test_the_expanded_folder_is_a_whole_checkpoint(checkpoint: Path) -> None:
 def twin_logits(model: TinyGptOss, tokens: list[int]) -> torch.Tensor:
     """[T, vocab] by the trainable model: kept rows, and the unseen row's logit for every other token."""
     rows = torch.tensor([[TOKEN_IDS.index(t) if t in TOKEN_IDS else len(TOKEN_IDS) for t in tokens]])
-    documents = torch.ones_like(rows, dtype=torch.int32)
+    packing = Packing.of_documents(torch.ones_like(rows))
     with torch.no_grad():
-        hidden, _ = model(rows, placement(SMALL, documents, False, torch.float32))
+        hidden, _ = model(rows, placement(SMALL, packing, False, torch.float32))
         scores = model.logits(hidden[0])
         unseen = hidden[0] @ model.unseen_output.bfloat16().float().squeeze(0)
     full = unseen[:, None].repeat(1, SMALL.vocab_size)

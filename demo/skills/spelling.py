@@ -1,0 +1,72 @@
+"""The same words written otherwise: with underscores, dots, capitals, or as a JSON list.
+
+The tokenizer has tokens of their own for a word after a space, an underscore, a dot or a quotation mark.
+Whoever calls a function has to know which belong together, also for names that no function had before.
+"""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+from antiphon.demo.dialogue import AssistantTurn, Effort, Example, Expect, Split, UserTurn, split_of
+from antiphon.demo.phrasing import by_effort, fill, phrases, pick
+from antiphon.demo.skills.functions import CITIES, NOUNS
+from antiphon.demo.words import WordSource
+
+FORMS = {task: phrases(f"spelling_{task}") for task in ("underscores", "dots", "list", "words", "capitals")}
+LEADS = {
+    "underscores": "The user wants underscores between the words.",
+    "dots": "The user wants dots between the words.",
+    "list": "The user wants a JSON list of the words.",
+    "words": "The user wants spaces between the words.",
+    "capitals": "The user wants a capital at the start of each word.",
+}
+
+
+def written(task: str, words: list[str]) -> str:
+    """The words as the task wants them."""
+    if task == "underscores":
+        return "_".join(words)
+    if task == "dots":
+        return ".".join(words)
+    if task == "list":
+        return json.dumps(words)
+    if task == "capitals":
+        return " ".join(word.capitalize() for word in words)
+    return " ".join(words)
+
+
+def any_word(rng: Random, words: WordSource, task: str) -> str:
+    """Any word, name or piece of one; of lower case where capitals are the task."""
+    chance = rng.random()
+    if chance < 0.2:
+        return rng.choice(NOUNS)
+    if chance < 0.55:
+        return words.piece(rng).lower() if task == "capitals" else words.piece(rng)
+    if chance < 0.65 and task != "capitals":
+        return rng.choice(CITIES).split(",")[0].replace(" ", "").replace(".", "")
+    return words.word(rng)
+
+
+def spelling(rng: Random, split: Split, effort: Effort, words: WordSource) -> Example:
+    """One to five words to be written otherwise."""
+    task = rng.choice(("underscores", "dots", "list", "list", "words", "capitals"))
+    while True:
+        chosen = [any_word(rng, words, task) for _ in range(rng.randint(2, 5))]
+        if split_of("spelling " + " ".join(chosen).lower()) is split:
+            break
+    phrasing = pick(rng, FORMS[task], split)
+    given = rng.choice("_.").join(chosen) if task == "words" else " ".join(chosen)
+    expected = written(task, chosen)
+    check = "I keep every letter of the words and their order."
+    thought = by_effort(effort, "I only change the spelling.", LEADS[task], check)
+    keys = (f"spelling {' '.join(chosen).lower()}", f"spelling phrasing {phrasing}")
+    return Example(
+        "spelling",
+        (UserTurn(fill(phrasing, x=given)),),
+        AssistantTurn(thought, expected),
+        Expect(exact=expected),
+        effort,
+        keys=keys,
+    )
