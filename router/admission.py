@@ -7,6 +7,7 @@ import heapq
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,12 +24,24 @@ class QueueFull(AntiphonError):
         self.retry_after_s = retry_after_s
 
 
+class DeadlineTooClose(AntiphonError):
+    """The request cannot end in time: nothing is spent on it. ``retry_after_s`` is when it has a chance."""
+
+    def __init__(self, needed_s: float, left_s: float, retry_after_s: float) -> None:
+        super().__init__(f"at least {needed_s:.1f} s would pass before its end, and it has {left_s:.1f} s")
+        self.retry_after_s = retry_after_s
+
+
 class ShuttingDown(AntiphonError):
     """The router takes nothing new."""
 
 
 class AdmissionTimeout(AntiphonError):
     """The deadline passed while the request waited."""
+
+
+REMEMBERED_HOLDS = 64
+"""So many requests tell how long one takes at least."""
 
 
 @dataclass(order=True, slots=True)
@@ -42,7 +55,8 @@ class _Waiter:
 class Admission:
     """Slots for choices, with a bounded queue in front. Smaller priorities first, then by arrival.
 
-    A request of n choices takes n slots at once, and never more than there are in all.
+    A request of n choices takes n slots at once, and never more than there are in all. With the queue full, a
+    request takes the place of those behind it, the last of the lowest priority first.
     """
 
     def __init__(self, max_in_flight: int, max_queued: int, metrics: RouterMetrics) -> None:
@@ -57,6 +71,8 @@ class Admission:
         self._idle = asyncio.Event()
         self._idle.set()
         self._mean_hold_s = 1.0
+        self._holds_s: deque[float] = deque(maxlen=REMEMBERED_HOLDS)
+        """How long slots were held lately."""
 
     @property
     def in_flight(self) -> int:
@@ -73,7 +89,8 @@ class Admission:
         """Hold ``weight`` slots.
 
         Raises:
-            QueueFull: there is no place to wait.
+            QueueFull: there is no place to wait, or somebody more urgent took it.
+            DeadlineTooClose: ``timeout_s`` is less than what it would take.
             AdmissionTimeout: nothing became free within ``timeout_s``.
             ShuttingDown: the router takes nothing new.
         """
@@ -83,9 +100,34 @@ class Admission:
         try:
             yield
         finally:
-            self._mean_hold_s += 0.1 * (time.monotonic() - entered - self._mean_hold_s)
+            held_s = time.monotonic() - entered
+            self._holds_s.append(held_s)
+            self._mean_hold_s += 0.1 * (held_s - self._mean_hold_s)
             self._in_flight -= weight
             self._admit_waiters()
+
+    def check(self, weight: int, priority: int, timeout_s: float) -> None:
+        """Whether ``slots`` would turn such a request away now, before anything is spent on it.
+
+        Raises:
+            QueueFull, DeadlineTooClose, ShuttingDown: as ``slots`` does.
+        """
+        weight = min(weight, self._max_in_flight)
+        if self._closed:
+            self._metrics.rejections.labels("shutdown").inc()
+            raise ShuttingDown("the server is shutting down")
+        if self._has_room(weight):
+            needed_s = self._shortest_hold_s()
+        else:
+            behind = sum(w.weight for w in self._waiters if w.priority > priority and not w.admitted.done())
+            if self._queued - behind + weight > self._max_queued:
+                self._metrics.rejections.labels("queue_full").inc()
+                raise QueueFull(self._expected_wait_s(self._queued + weight))
+            wait_s = self._mean_hold_s * (self._queued - behind + weight) / self._max_in_flight
+            needed_s = wait_s + self._shortest_hold_s() if self._holds_s else 0.0
+        if needed_s > timeout_s:
+            self._metrics.rejections.labels("deadline").inc()
+            raise DeadlineTooClose(needed_s, timeout_s, self._expected_wait_s(self._queued + weight))
 
     def close(self) -> None:
         """Turn away everyone who comes or waits from now on; those inside keep their slots."""
@@ -100,16 +142,12 @@ class Admission:
         await self._idle.wait()
 
     async def _enter(self, weight: int, priority: int, timeout_s: float) -> None:
-        if self._closed:
-            self._metrics.rejections.labels("shutdown").inc()
-            raise ShuttingDown("the server is shutting down")
-        if not self._queued and self._in_flight + weight <= self._max_in_flight:
+        self.check(weight, priority, timeout_s)
+        if self._has_room(weight):
             self._in_flight += weight
             self._show()
             return
-        if self._queued + weight > self._max_queued:
-            self._metrics.rejections.labels("queue_full").inc()
-            raise QueueFull(self._expected_wait_s(weight))
+        self._displace(weight, priority)
         waiter = _Waiter(priority, next(self._arrivals), weight, asyncio.get_running_loop().create_future())
         heapq.heappush(self._waiters, waiter)
         self._queued += weight
@@ -126,6 +164,24 @@ class Admission:
             raise
         self._queued -= weight
         self._show()
+
+    def _has_room(self, weight: int) -> bool:
+        return not self._queued and self._in_flight + weight <= self._max_in_flight
+
+    def _displace(self, weight: int, priority: int) -> None:
+        """Turn away waiters behind ``priority``, the last first, until there is a place to wait."""
+        excess = self._queued + weight - self._max_queued
+        for waiter in sorted(self._waiters, reverse=True):
+            if excess <= 0 or waiter.priority <= priority:
+                return
+            if not waiter.admitted.done():
+                excess -= waiter.weight
+                self._metrics.rejections.labels("displaced").inc()
+                waiter.admitted.set_exception(QueueFull(self._expected_wait_s(self._queued)))
+
+    def _shortest_hold_s(self) -> float:
+        """A low estimate of how long a request holds its slot: a tenth of the late ones were faster."""
+        return sorted(self._holds_s)[len(self._holds_s) // 10] if self._holds_s else 0.0
 
     def _leave_queue(self, waiter: _Waiter) -> None:
         self._queued -= waiter.weight

@@ -59,6 +59,9 @@ class RouterMetrics:
         self.requests_in_flight = gauge("requests_in_flight", "Choices that hold an admission slot.")
         self.requests_queued = gauge("requests_queued", "Choices that wait for an admission slot.")
         self.rejections = counter("rejections", "Requests turned away at the door.", "reason")
+        self.refusal_time = histogram(
+            "refusal_seconds", "Arrival of a request turned away at the door to its answer.", buckets.STAGE_S
+        )
         self.client_disconnects = counter(
             "client_disconnects", "Clients that left before the end, by the stage of the request.", "stage"
         )

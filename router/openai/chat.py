@@ -31,6 +31,7 @@ def chat_completion(context: ApiContext, body: bytes) -> Response:
     received_at = time.monotonic()
     request = parse_body(ChatCompletionRequest, body)
     context.check_model(request.model)
+    context.check_room(request.n or 1, request.priority, request.timeout_s, received_at)
     conversation, dropped = to_conversation(request)
     count_dropped_tools(context, dropped)
     prompt = render(context, conversation)

@@ -35,6 +35,7 @@ def text_completion(context: ApiContext, body: bytes) -> Response:
     received_at = time.monotonic()
     request = parse_body(CompletionRequest, body)
     context.check_model(request.model)
+    context.check_room(request.n or 1, request.priority, request.timeout_s, received_at)
     _check(request)
     prompts = prompt_token_ids(context, request)
     sequences = [(prompt, sampling) for prompt in prompts for sampling in _sampling(context, request, prompt)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from antiphon.configs.schema import RouterConfig
@@ -11,6 +12,7 @@ from antiphon.router.formatter import ChatFormatter
 from antiphon.router.key_limits import KeyLimits
 from antiphon.router.metrics import RouterMetrics
 from antiphon.router.openai.errors import model_not_found
+from antiphon.router.openai.refusals import REFUSALS, note_refusal, refusal_of
 from antiphon.router.openai.response_store import ResponseStore
 from antiphon.router.served_model import ServedModel
 from antiphon.telemetry.tracing import Tracer
@@ -29,6 +31,21 @@ class ApiContext:
     store: ResponseStore
     key_limits: KeyLimits
     tracer: Tracer
+
+    def check_room(
+        self, choices: int, priority: int | None, timeout_s: float | None, received_at: float
+    ) -> None:
+        """Turn a request away before its prompt is rendered, if admission would.
+
+        Raises:
+            ApiError: 429 or 503, with Retry-After.
+        """
+        timeout_s = timeout_s or self.config.request_timeout_s
+        try:
+            self.admission.check(choices, priority or 0, timeout_s - (time.monotonic() - received_at))
+        except REFUSALS as error:
+            note_refusal(self.metrics, error, received_at)
+            raise refusal_of(error)[1] from error
 
     def check_model(self, name: str) -> None:
         """Raise 404 unless this model is served."""

@@ -17,7 +17,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from antiphon.protocol.messages import SamplingParams
-from antiphon.router.admission import AdmissionTimeout, QueueFull, ShuttingDown
 from antiphon.router.api_keys import ANYONE, CALLER
 from antiphon.router.dispatch.generation import (
     Generation,
@@ -31,8 +30,9 @@ from antiphon.router.http_connection import StreamedBody, abort_connection, stre
 from antiphon.router.key_limits import LimitReached
 from antiphon.router.lifecycle import EndKind, GenerationState
 from antiphon.router.openai.context import ApiContext
-from antiphon.router.openai.ends import SHUTDOWN_RETRY_AFTER_S, error_of
-from antiphon.router.openai.errors import ApiError, deadline_exceeded, rate_limited, unavailable
+from antiphon.router.openai.ends import error_of
+from antiphon.router.openai.errors import ApiError, rate_limited
+from antiphon.router.openai.refusals import REFUSALS, note_refusal, refusal_of
 from antiphon.router.openai.sse import KEEP_ALIVE, STREAM_HEADERS
 from antiphon.router.request_timing import server_timing
 from antiphon.router.request_trace import REQUEST_ID, TRACE, GenerationTrace
@@ -188,15 +188,11 @@ class GenerationResponse(Response):
                     self._context.dispatcher.submit(generation)
                 with self._keep_alive():
                     await self._pump(send)
-        except QueueFull as error:
-            self._abandon(EndKind.OVERLOADED)
-            raise rate_limited("The server is busy: its queue is full.", error.retry_after_s) from error
-        except AdmissionTimeout as error:
-            self._abandon(EndKind.DEADLINE)
-            raise deadline_exceeded(f"The request did not start: {error}.") from error
-        except ShuttingDown as error:
-            self._abandon(EndKind.SHUTDOWN)
-            raise unavailable("The server is shutting down.", SHUTDOWN_RETRY_AFTER_S) from error
+        except REFUSALS as error:
+            note_refusal(self._context.metrics, error, self._received_at)
+            kind, answer = refusal_of(error)
+            self._abandon(kind)
+            raise answer from error
 
     async def _pump(self, send: Send) -> None:
         """Write events until every choice has ended."""

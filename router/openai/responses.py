@@ -42,6 +42,7 @@ async def create_response(context: ApiContext, body: bytes) -> Response:
     received_at = time.monotonic()
     request = parse_body(ResponsesRequest, body)
     context.check_model(request.model)
+    context.check_room(1, request.priority, request.timeout_s, received_at)
     _check(request)
     resolved = await resolve_input(request, context.store)
     conversation = _conversation(context, request, resolved)
