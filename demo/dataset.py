@@ -97,7 +97,7 @@ def make_shard(seed: int, index: int, rows: int, row_tokens: int) -> Shard:
         np.zeros(shape, np.int16),
     )
     for row in range(rows):
-        _fill_row(shard, row, source, with_tools=rng.random() < TOOL_ROWS)
+        _fill_row(shard, row, source, with_tools=row < round(rows * TOOL_ROWS))
     return shard
 
 
