@@ -69,6 +69,7 @@ class DecodeWorker:
         self._failed: str | None = None
         self._topology_version = -1
         self._living: set[Writer] = set()
+        self._routers: set[Peer] = set()
         self._engine = engine_factory(self._on_scheduled, lambda event: None)
         self._thread = LinkThread(f"links-{worker_id}", self._fail)
         self._engine_thread = EngineThread(self._engine, self._on_events, self._fail)
@@ -223,6 +224,10 @@ class DecodeWorker:
         for peer in self._node.peers():
             if Writer(peer.worker_id, peer.epoch) in dead:
                 self._node.disconnect(peer, "not in the topology any more")
+        routers = {Peer(w.role, w.worker_id, w.epoch) for w in topology.of_role(Role.ROUTER)}
+        gone, self._routers = self._routers - routers, routers
+        for peer in gone:  # its requests end now, and not when its lease does
+            self._node.disconnect(peer, "not in the topology any more")
         self._running_dispatch().receiver.on_living_writers(living)
 
     def on_up(self, peer: Peer) -> None:
@@ -289,6 +294,9 @@ class DecodeWorker:
             pages_held=sum(group.get(state, 0) for group in snapshot.pages.values() for state in held),
             pages_quarantined=sum(group.get("quarantined", 0) for group in snapshot.pages.values()),
             queued_prefill_tokens=snapshot.queued_prefill_tokens,
+            waiting=snapshot.waiting,
+            computed_prompt_tokens=snapshot.computed_prompt_tokens,
+            page_use=1 - snapshot.free_pages / snapshot.total_pages if snapshot.total_pages else 0.0,
             kv_peers=ready,
             counters=dict(self._counters + self._node.counters),
             overdue_writers=tuple(

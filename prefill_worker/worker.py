@@ -67,6 +67,7 @@ class PrefillWorker:
         self._counters: Counter[str] = Counter()
         self._failed: str | None = None
         self._topology_version = -1
+        self._routers: set[Peer] = set()
         self._dialled: dict[Peer, WorkerAddress] = {}
         self._engine = engine_factory(self._on_scheduled, self._on_kv_written)
         self._fence_device = self._engine.kv_cache.device
@@ -193,6 +194,10 @@ class PrefillWorker:
         if topology.version <= self._topology_version:
             return
         self._topology_version = topology.version
+        routers = {Peer(w.role, w.worker_id, w.epoch) for w in topology.of_role(Role.ROUTER)}
+        gone, self._routers = self._routers - routers, routers
+        for peer in gone:  # its requests end now, and not when its lease does
+            self._node.disconnect(peer, "not in the topology any more")
         wanted = {Peer(w.role, w.worker_id, w.epoch): w for w in topology.of_role(Role.DECODE)}
         for peer in list(self._dialled):
             if wanted.get(peer) != self._dialled[peer]:
@@ -270,6 +275,9 @@ class PrefillWorker:
             pages_held=sum(group.get(state, 0) for group in snapshot.pages.values() for state in held),
             pages_quarantined=sum(group.get("quarantined", 0) for group in snapshot.pages.values()),
             queued_prefill_tokens=snapshot.queued_prefill_tokens,
+            waiting=snapshot.waiting,
+            computed_prompt_tokens=snapshot.computed_prompt_tokens,
+            page_use=1 - snapshot.free_pages / snapshot.total_pages if snapshot.total_pages else 0.0,
             kv_peers=ready,
             counters=dict(self._counters + self._node.counters),
         )

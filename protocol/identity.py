@@ -68,11 +68,11 @@ class WorkerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Every worker of the deployment that is alive, as the supervisor last saw it."""
+    """Every worker and router of the deployment that is alive, as the supervisor last saw it."""
 
     version: int
     workers: tuple[WorkerAddress, ...]
 
     def of_role(self, role: Role) -> tuple[WorkerAddress, ...]:
-        """The workers of one role, in a stable order."""
+        """The workers (or routers) of one role, in a stable order."""
         return tuple(w for w in self.workers if w.role is role)

@@ -32,6 +32,12 @@ class WorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Workers whose handshake and probe succeeded."""
     counters: dict[str, int]
     """Totals since start: stale messages dropped, retries, resends, failures by stage, bytes moved."""
+    waiting: int = 0
+    """Requests that hold no pages yet."""
+    computed_prompt_tokens: int = 0
+    """Prompt tokens computed since the start."""
+    page_use: float = 0.0
+    """Share of the pages of full-attention layers that requests hold, 0 to 1."""
     overdue_writers: tuple[tuple[str, int], ...] = ()
     """(worker id, epoch) of peers told to stop writing here longer ago than a lease, which have not said that
     they did; their pages stay set aside until the supervisor has ended that life."""

@@ -29,6 +29,11 @@ class LinkGateway:
         self._wanted: dict[Peer, WorkerAddress] = {}
         self._up: dict[str, Peer] = {}
 
+    @property
+    def epoch(self) -> int:
+        """By which workers know this life of the router."""
+        return self._node.me.epoch
+
     async def start(self, listener: GatewayListener) -> None:
         """Begin to link; callbacks come on this loop."""
         self._listener = listener
