@@ -196,7 +196,7 @@ class Finish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preemptions: int = 0
 
 
-class TokenOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TokenOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """New tokens of one request; ``position`` is the index of the first among the request's output tokens."""
 
     request_id: str
@@ -205,6 +205,8 @@ class TokenOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish: Finish | None = None
+    first_step_s: float | None = None
+    """With an attempt's first tokens: from the moment its KV was complete to these tokens."""
 
 
 class TokenBatch(Message, frozen=True):
@@ -240,6 +242,8 @@ class PrefillRequest(Message, frozen=True):
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
+    traceparent: str = ""
+    """As in GenerateRequest."""
 
 
 class PrefillFinished(Message, frozen=True):
