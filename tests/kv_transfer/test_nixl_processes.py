@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -24,13 +26,14 @@ SIZE = 4 * 1024 * 1024
 class Receiver:
     """A receiving process; see nixl_receiver.py."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, environment: dict[str, str] | None = None) -> None:
         script = Path(__file__).parent / "nixl_receiver.py"
         self.process = subprocess.Popen(
             [sys.executable, str(script), name, str(SIZE)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, **(environment or {})},
         )
         while not (hello := self.hear()).get("metadata"):
             pass
@@ -98,6 +101,37 @@ def test_write_die_restart(request: pytest.FixtureRequest) -> None:
     assert write(sender, peer, again, b"again") is WriteState.DONE
     assert second.hear() == {"sender": "sender/1/0", "payload": "again", "total": 3 * SIZE}
     second.end()
+
+
+def test_a_write_is_not_over_before_it_has_ended(request: pytest.FixtureRequest) -> None:
+    """Over TCP the bytes of a write that was given up arrive as soon as the receiver reads again."""
+    source = np.full(SIZE, 7, dtype=np.uint8)
+    sender = NixlTransport("sender/2/0")
+    request.addfinalizer(sender.close)
+    local = Memory(source.ctypes.data, SIZE)
+    sender.register([local])
+    receiver = Receiver("receiver/3/0", {"UCX_TLS": "tcp,self"})
+    request.addfinalizer(lambda: receiver.end(kill=True))
+    peer = sender.connect(receiver.metadata)
+    first = Copies(local, receiver.memory, np.array([[0, 0, 4096]], dtype=np.int64))
+    assert write(sender, peer, first, b"connected") is WriteState.DONE
+    assert receiver.hear()["total"] == 7 * 4096
+
+    receiver.process.send_signal(signal.SIGSTOP)
+    whole = Copies(local, receiver.memory, np.array([[0, 0, SIZE]], dtype=np.int64))
+    name = sender.post_write(peer, [whole], b"late")
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        assert sender.state(name) is WriteState.IN_PROGRESS
+        time.sleep(0.01)
+    assert not sender.release(name)
+    receiver.process.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + 20
+    while sender.state(name) is WriteState.IN_PROGRESS:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert receiver.hear()["total"] == 7 * SIZE
+    assert sender.release(name)
 
 
 def _fails(action: Callable[[], Any]) -> bool:
