@@ -227,6 +227,7 @@ class PrefillWorker:
         _log.log(level, "link to %s ended: %s", peer, reason)
         if self._peers is not None and peer.role is Role.DECODE:
             self._peers.on_lost(peer)
+            self._report_load()  # routers must not pair the two any more
         self._running_dispatch().on_lost(peer, reason)
 
     def _begin_drain(self) -> None:

@@ -205,6 +205,9 @@ class Dispatcher:
             self._generations.end(generation, generation.closing)
             return
         self.fleet.failed(worker_id, time.monotonic())
+        if message.stage == "handshake":
+            # Its last report is older than this: every request would come back before the next one.
+            self.fleet.unpair(worker_id, generation.decode_worker_id)
         log.warning("prefill_failed", worker=worker_id, stage=message.stage, reason=message.reason)
         self._placer.retry(generation, Role.PREFILL, message.stage)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import msgspec
+
 from antiphon.protocol.identity import Role, WorkerAddress
 from antiphon.protocol.messages import LoadReport
 from antiphon.router.dispatch.circuit import Circuit
@@ -91,6 +93,14 @@ class Fleet:
         used = 1 - report.free_pages / report.total_pages if report.total_pages else 0.0
         self._metrics.worker_kv_usage.labels(worker_id, role).set(used)
         self._metrics.ready_pairs.set(len(self.pairs()))
+
+    def unpair(self, prefill_id: str, decode_id: str | None) -> None:
+        """The prefill worker says that it has no connection to the decode worker, until it reports one again."""
+        view = self._workers.get(prefill_id)
+        if view is not None and view.report is not None and decode_id is not None:
+            peers = {peer: epoch for peer, epoch in view.report.kv_peers.items() if peer != decode_id}
+            view.report = msgspec.structs.replace(view.report, kv_peers=peers)
+            self._metrics.ready_pairs.set(len(self.pairs()))
 
     def pairs(self) -> list[tuple[str, str]]:
         """(prefill, decode) ids that have moved a test page and both take work.

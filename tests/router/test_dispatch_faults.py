@@ -74,6 +74,20 @@ async def test_prefill_failure_starts_the_next_attempt(deploy):
     assert priorities[1] < priorities[0]
 
 
+async def test_a_prefill_worker_that_lost_its_decode_worker_is_not_asked_until_it_reports_it_again(deploy):
+    workers = workers_saying(prefill=2)
+    deployment = await deploy(workers, max_attempts=3)
+    for worker_id in ("p0", "p1"):
+        workers.workers[worker_id].fail = ["handshake"]
+    first = await deployment.chat()
+    assert first.status_code == 503, first.text  # both were asked once, and nobody is left
+    assert [len(sent(workers, p, PrefillRequest)) for p in ("p0", "p1")] == [1, 1]
+    assert (await deployment.chat()).status_code == 503
+    workers.report()
+    assert content_of(await deployment.chat()) == TEXT
+    assert sum(len(sent(workers, p, PrefillRequest)) for p in ("p0", "p1")) == 3
+
+
 async def test_attempts_are_bounded(deploy):
     deployment = await deploy(workers_saying(), max_attempts=2)
     deployment.workers.workers["p0"].fail = ["transfer"] * 5
