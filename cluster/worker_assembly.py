@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 from antiphon.configs.schema import DeploymentConfig, WorkerConfig
+from antiphon.cluster.grammar_vocabulary import harmony_grammars
+from antiphon.cluster.rank_assembly import DTYPES, LeaderFollowers, lead, worker_config
 from antiphon.decode_worker.worker import DecodeWorker
 from antiphon.engine.events import KvWritten, PagesReserved, PrefillStarted
 from antiphon.engine.loop import EngineLoop
@@ -66,6 +68,8 @@ def assemble_worker(
         )
 
     worker = PrefillWorker if role is Role.PREFILL else DecodeWorker
+    grammars = harmony_grammars(model.config.vocab_size) if role is Role.DECODE else None
+
     return worker(
         worker_id,
         config,
@@ -78,6 +82,7 @@ def assemble_worker(
 
 def _load(role: Role, config: DeploymentConfig, mine: WorkerConfig) -> LanguageModel:
     """The plain model on a CPU, the fast one on a GPU."""
+            grammars=grammars,
     path, samples = Path(config.model.path), role is Role.DECODE
     if mine.device == "cpu":
         return load_model(path, DTYPES[config.model.dtype], with_unembedding=samples)

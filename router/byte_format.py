@@ -12,8 +12,10 @@ import codecs
 import json
 from collections.abc import Sequence
 
+from antiphon.protocol.grammar import FreeText, GrammarRegion, GrammarSpec, OneOfSequences
 from antiphon.protocol.messages import FinishReason
 from antiphon.router.conversation import Conversation, ToolChoiceMode
+from antiphon.router.demands import AnswerDemands, demands_of
 from antiphon.router.formatter import (
     ChatDelta,
     ContentDelta,
@@ -110,6 +112,24 @@ class ByteParser:
         return [ContentDelta(text)]
 
 
+def byte_grammar(demands: AnswerDemands) -> GrammarSpec:
+    """The grammar of an answer: reasoning perhaps, then the visible answer or a call."""
+    names = tuple((*call.name.encode(), ARGUMENTS) for call in demands.calls)
+    openers = (*(() if demands.must_call else (CONTENT,)), *((TOOL,) if names else ()))
+    first = OneOfSequences(((REASONING,), *((opener,) for opener in openers)))
+    regions = [
+        GrammarRegion(((STOP,),), first),
+        GrammarRegion(((REASONING,),), FreeText(), openers),
+    ]
+    if not demands.must_call:
+        regions.append(GrammarRegion(((CONTENT,),), demands.answer, (STOP,)))
+    if names:
+        regions.append(GrammarRegion(((TOOL,),), OneOfSequences(names)))
+    for call, name in zip(demands.calls, names, strict=True):
+        regions.append(GrammarRegion(((TOOL, *name),), call.arguments, (STOP,)))
+    return GrammarSpec(tuple(regions), (STOP,))
+
+
 class ByteFormatter:
     """A ``ChatFormatter`` of the byte format."""
 
@@ -123,7 +143,13 @@ class ByteFormatter:
         for message in conversation.messages:
             lines.append(f"{message.role}: {message.text}")
         text = "\n".join([*lines, "assistant: "])
-        return RenderedPrompt(list(text.encode()), (STOP,), frozenset(tool.name for tool in offered))
+        demands = demands_of(conversation)
+        return RenderedPrompt(
+            list(text.encode()),
+            (STOP,),
+            frozenset(tool.name for tool in offered),
+            grammar=None if demands is None else byte_grammar(demands),
+        )
 
     def parser(self, prompt: RenderedPrompt) -> ByteParser:
         """A parser for one answer."""

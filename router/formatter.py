@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from antiphon.protocol.errors import AntiphonError
+from antiphon.protocol.grammar import GrammarSpec
 from antiphon.protocol.messages import FinishReason
 from antiphon.router.conversation import Conversation
 
@@ -115,16 +116,15 @@ class RenderedPrompt:
     ``stop_token_ids`` end the answer. ``tool_names`` are the functions that the model was told about.
     ``tool_calls_allowed`` is False under tool_choice none: a call is then reasoning, never surfaced; beyond
     ``max_tool_calls`` (1 when calls may not be parallel, None without a limit) so are further ones.
-    ``forced_token_ids`` is the tail of ``token_ids`` that already belongs to the answer, such as a forced
-    call's header; the parser made for this prompt has seen it.
+    ``grammar`` is the form that the answer must have, where the conversation demands one.
     """
 
     token_ids: list[int]
     stop_token_ids: tuple[int, ...]
     tool_names: frozenset[str] = frozenset()
-    forced_token_ids: tuple[int, ...] = ()
     tool_calls_allowed: bool = True
     max_tool_calls: int | None = None
+    grammar: GrammarSpec | None = None
 
 
 class ChatFormatter(Protocol):

@@ -63,6 +63,8 @@ class EndKind(StrEnum):
     """No ready pair of prefill and decode worker."""
     TOO_LARGE = "too_large"
     """A worker said that no amount of waiting makes the request fit."""
+    GRAMMAR = "grammar"
+    """The output could not be kept to its grammar, and would not be in another attempt."""
     FAILED = "failed"
     """The attempts were used up."""
     SHUTDOWN = "shutdown"

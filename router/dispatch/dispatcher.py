@@ -290,6 +290,8 @@ class Dispatcher:
                 )
             case FinishReason.DEADLINE:
                 self.abandon(generation, EndKind.DEADLINE, "the deadline has passed")
+            case FinishReason.GRAMMAR:
+                self.abandon(generation, EndKind.GRAMMAR, finish.error)
             case FinishReason.ERROR | FinishReason.ABORT:
                 self.fleet.failed(generation.decode_worker_id, now)
                 log.warning("decode_failed", worker=generation.decode_worker_id, error=finish.error)

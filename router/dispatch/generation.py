@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from antiphon.protocol.errors import IllegalTransition
+from antiphon.protocol.grammar import GrammarSpec
 from antiphon.protocol.messages import KvTicket, SamplingParams, TokenLogprobs
 from antiphon.router.lifecycle import EndKind, GenerationState, check_move
 from antiphon.router.request_timing import Timings
@@ -128,6 +129,7 @@ class Generation:
     deadline_at: float
     priority: int = 0
     cache_salt: str = ""
+    grammar: GrammarSpec | None = None
     prefix_keys: list[bytes] = field(default_factory=list)
 
     state: GenerationState = GenerationState.QUEUED

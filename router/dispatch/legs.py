@@ -140,6 +140,7 @@ class Legs:
             priority=self._priority(generation),
             deadline_s=max(generation.deadline_at - now, 0.0),
             cache_salt=generation.cache_salt,
+            grammar=generation.grammar,
             traceparent=generation.trace.attempt(generation.attempt),
         )
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NotRequired, TypedDict
 
 from pydantic import JsonValue
 
 from antiphon.protocol.errors import AntiphonError
 from antiphon.protocol.messages import FinishReason
-from antiphon.router.conversation import Conversation, ResponseFormat, ResponseFormatKind
+from antiphon.router.conversation import Conversation
 from antiphon.router.formatter import (
     ChatDelta,
     ContentDelta,
@@ -98,9 +98,7 @@ def conversation_of(request_json: str | bytes) -> Conversation:
         return responses_conversation(parse_body(ResponsesPrompt, json.dumps(request).encode()))[0]
     request.setdefault("model", "gpt-oss")
     chat = parse_body(ChatCompletionRequest, json.dumps(request).encode())
-    # The form of the answer is only described here; whether it can be enforced is the service's question.
-    conversation, _ = to_conversation(chat.model_copy(update={"response_format": None}))
-    return replace(conversation, response_format=_response_format(chat))
+    return to_conversation(chat)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,17 +198,6 @@ def _tool_name(tool: JsonValue) -> str | None:
     if not isinstance(name, str):
         raise TranscriptError("a tool has no name")
     return name
-
-
-def _response_format(request: ChatCompletionRequest) -> ResponseFormat:
-    given = request.response_format
-    if given is None:
-        return ResponseFormat()
-    kind = ResponseFormatKind(given.type)
-    schema = given.json_schema
-    if schema is None:
-        return ResponseFormat(kind)
-    return ResponseFormat(kind, schema.name, schema.description, schema.schema_, bool(schema.strict))
 
 
 def _json(text: str | bytes, what: str) -> JsonValue:

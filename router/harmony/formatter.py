@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from antiphon.configs.schema import RouterConfig
 from antiphon.router.conversation import Conversation, ToolChoiceMode
-from antiphon.router.formatter import InvalidPrompt, RenderedPrompt
+from antiphon.router.formatter import RenderedPrompt
+from antiphon.router.harmony.grammar import answer_grammar
 from antiphon.router.harmony.markers import END_OF_TEXT, FIRST_SPECIAL, RETURN, START, STOP_IDS
 from antiphon.router.harmony.parser import HarmonyParser
-from antiphon.router.harmony.prompt import FUNCTIONS, call_message, conversation_messages, offered_tools
+from antiphon.router.harmony.prompt import conversation_messages, offered_tools
 from antiphon.router.harmony.recipients import ToolPolicy
 from antiphon.router.harmony.vocabulary import Vocabulary, load_vocabulary
 
@@ -48,7 +49,7 @@ class HarmonyFormatter:
         return (END_OF_TEXT, RETURN)
 
     def render(self, conversation: Conversation) -> RenderedPrompt:
-        """Token ids of a conversation up to ``<|start|>assistant`` and a forced call's header.
+        """Token ids of a conversation up to ``<|start|>assistant``.
 
         Raises:
             InvalidPrompt: the conversation breaks a rule of the format; names the field.
@@ -57,14 +58,13 @@ class HarmonyFormatter:
         for message in conversation_messages(conversation, self._current_date()):
             ids += message.token_ids(self.vocabulary)
         ids += (START, *self.vocabulary.encode("assistant"))
-        forced = self._forced_header(conversation)
         return RenderedPrompt(
-            token_ids=ids + forced,
+            token_ids=ids,
             stop_token_ids=STOP_IDS,
             tool_names=frozenset(tool.name for tool in offered_tools(conversation)),
-            forced_token_ids=tuple(forced),
             tool_calls_allowed=conversation.tool_choice.mode is not ToolChoiceMode.NONE,
             max_tool_calls=None if conversation.parallel_tool_calls else 1,
+            grammar=answer_grammar(conversation, self.vocabulary),
         )
 
     def parser(self, prompt: RenderedPrompt) -> HarmonyParser:
@@ -74,7 +74,7 @@ class HarmonyFormatter:
             surface=prompt.tool_calls_allowed,
             max_calls=prompt.max_tool_calls,
         )
-        return HarmonyParser(self.vocabulary.pieces, policy, prompt.forced_token_ids)
+        return HarmonyParser(self.vocabulary.pieces, policy)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text; marker text such as ``<|end|>`` stays text."""
@@ -87,19 +87,3 @@ class HarmonyFormatter:
     def is_marker(self, token_id: int) -> bool:
         """Whether the token is a marker, used or reserved, and not text."""
         return token_id >= FIRST_SPECIAL
-
-    def _forced_header(self, conversation: Conversation) -> list[int]:
-        """The header of the call that ``tool_choice`` demands, as far as it is known beforehand."""
-        choice = conversation.tool_choice
-        if choice.mode not in (ToolChoiceMode.NAMED, ToolChoiceMode.REQUIRED):
-            return []
-        names = [tool.name for tool in conversation.tools]
-        if not names or (choice.name is not None and choice.name not in names):
-            raise InvalidPrompt(
-                "tool_choice demands a call of a function that is not declared", "tool_choice"
-            )
-        name = choice.name or (names[0] if len(names) == 1 else None)
-        if name is None:
-            return self.vocabulary.encode(f" to={FUNCTIONS}.")
-        header = call_message(name, "")
-        return header.token_ids(self.vocabulary)[2:-1]

@@ -62,11 +62,10 @@ class _State(Enum):
 class HarmonyParser:
     """Incremental parser of what follows ``<|start|>assistant``; implements ``OutputParser``.
 
-    ``pieces`` are the bytes of every token id. ``forced_ids`` were put behind ``<|start|>assistant`` by the
-    prompt; their deltas come with the first ``feed``.
+    ``pieces`` are the bytes of every token id.
     """
 
-    def __init__(self, pieces: Sequence[bytes], tools: ToolPolicy, forced_ids: Sequence[int] = ()) -> None:
+    def __init__(self, pieces: Sequence[bytes], tools: ToolPolicy) -> None:
         self._pieces = pieces
         self._tools = tools
         self._repairs: Counter[Repair] = Counter()
@@ -77,10 +76,6 @@ class HarmonyParser:
         self._header_bytes = 0
         self._partial = b""
         self._is_addressed = False
-        self._last_was_body = False
-        self._reasoning_tokens = 0
-        for token in forced_ids:
-            self._take(token)
         self._last_was_body = False
         self._reasoning_tokens = 0
 

@@ -24,6 +24,7 @@ from antiphon.router.conversation import (
 )
 from antiphon.router.openai.chat_schema import ContentPart, FunctionParam
 from antiphon.router.openai.chat_translate import (
+    check_schemas,
     choice_of_mode,
     content_text,
     define_tools,
@@ -125,6 +126,15 @@ def responses_conversation(request: ResponsesPrompt) -> tuple[Conversation, list
         parallel_tool_calls=request.parallel_tool_calls is not False,
         reasoning_effort=reasoning_effort(effort, "reasoning.effort"),
         response_format=_response_format(request.text),
+    )
+    check_schemas(
+        conversation,
+        "text.format.schema",
+        {
+            tool.name: f"tools[{i}].parameters"
+            for i, tool in enumerate(request.tools or ())
+            if tool.name is not None and tool.type == "function"
+        },
     )
     return conversation, dropped
 

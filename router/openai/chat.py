@@ -14,12 +14,10 @@ from antiphon.router.openai.chat_schema import ChatCompletionRequest
 from antiphon.router.openai.chat_translate import to_conversation
 from antiphon.router.openai.chat_writer import ChatChoices, ChatDocument, ChatIdentity, ChatStream
 from antiphon.router.openai.context import ApiContext
-from antiphon.router.openai.errors import invalid, unsupported
+from antiphon.router.openai.errors import invalid
 from antiphon.router.openai.generation_response import GenerationResponse
 from antiphon.router.openai.request_fields import parse_body
 from antiphon.router.openai.sampling import output_budget, sampling_params
-
-_FORCED = (ToolChoiceMode.NAMED, ToolChoiceMode.REQUIRED)
 
 
 def chat_completion(context: ApiContext, body: bytes) -> Response:
@@ -43,6 +41,7 @@ def chat_completion(context: ApiContext, body: bytes) -> Response:
         stop_token_ids=prompt.stop_token_ids,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         vocabulary_size=context.formatter.vocabulary_size,
+        grammar=prompt.grammar,
     )
     stops = request.stop_strings()
     answers = [
@@ -68,6 +67,7 @@ def chat_completion(context: ApiContext, body: bytes) -> Response:
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         timeout_s=request.timeout_s,
+        grammar=prompt.grammar,
         on_timing=choices.counts.take_timing if request.reports_timing() else None,
     )
 
@@ -99,14 +99,12 @@ def render(context: ApiContext, conversation: Conversation) -> RenderedPrompt:
     """Token ids of a conversation.
 
     Raises:
-        ApiError: 400 when the format cannot hold it, or cannot force the call that is asked for.
+        ApiError: 400 when the format cannot hold it.
     """
     try:
         prompt = context.formatter.render(conversation)
     except InvalidPrompt as error:
         raise invalid(str(error), error.param) from error
-    if conversation.tool_choice.mode in _FORCED and not prompt.forced_token_ids:
-        raise unsupported("tool_choice", "a call cannot be enforced yet.")
     return prompt
 
 

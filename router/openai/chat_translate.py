@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from antiphon.router.conversation import (
     ChatMessage,
     Conversation,
     MessageRole,
     ReasoningEffort,
     ResponseFormat,
+    ResponseFormatKind,
     ToolCall,
     ToolChoice,
     ToolChoiceMode,
     ToolDefinition,
 )
+from antiphon.router.demands import demands_of
+from antiphon.router.json_schemas import UnusableSchema, check_schema
 from antiphon.router.openai.chat_schema import (
     HARMLESS_VALUES,
     UNSUPPORTED_FIELDS,
@@ -58,6 +63,15 @@ def to_conversation(request: ChatCompletionRequest) -> tuple[Conversation, list[
         parallel_tool_calls=request.parallel_tool_calls is not False,
         reasoning_effort=reasoning_effort(request.reasoning_effort, "reasoning_effort"),
         response_format=_response_format(request.response_format),
+    )
+    check_schemas(
+        conversation,
+        "response_format.json_schema.schema",
+        {
+            tool.function.name: f"tools[{i}].function.parameters"
+            for i, tool in enumerate(request.tools or ())
+            if tool.function is not None
+        },
     )
     return conversation, dropped
 
@@ -187,6 +201,39 @@ def named_choice(name: str, tools: tuple[ToolDefinition, ...]) -> ToolChoice:
 
 
 def _response_format(given: ResponseFormatParam | None) -> ResponseFormat:
-    if given is not None and given.type != "text":
-        raise unsupported("response_format", f"'{given.type}' cannot be enforced yet.")
-    return ResponseFormat()
+    if given is None:
+        return ResponseFormat()
+    kind, described = ResponseFormatKind(given.type), given.json_schema
+    if kind is not ResponseFormatKind.JSON_SCHEMA:
+        return ResponseFormat(kind)
+    if described is None:
+        path = "response_format.json_schema"
+        raise invalid(f"'{path}' is missing.", path, "missing_required_parameter")
+    return ResponseFormat(
+        kind, described.name, described.description, described.schema_, bool(described.strict)
+    )
+
+
+def check_schemas(conversation: Conversation, format_path: str, parameters_paths: Mapping[str, str]) -> None:
+    """See that the answer can be kept to every schema that it must follow.
+
+    Args:
+        format_path: of the visible answer's schema in the request. parameters_paths: of each function's.
+
+    Raises:
+        ApiError: 400 that names the part of a schema that cannot be followed.
+    """
+    demands = demands_of(conversation)
+    for name, schema in () if demands is None else demands.schemas():
+        path = format_path if name is None else parameters_paths[name]
+        if name is not None and schema["type"] != "object":
+            raise invalid(f"'{path}.type' must be 'object'.", f"{path}.type", "invalid_json_schema")
+        try:
+            check_schema(schema)
+        except UnusableSchema as error:
+            where = path + error.path
+            raise invalid(
+                f"An answer cannot be kept to the schema at '{where[:256]}': {error.reason[:512]}.",
+                where[:256],
+                "invalid_json_schema",
+            ) from None

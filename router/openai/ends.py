@@ -33,6 +33,8 @@ def error_of(end: GenerationEnded) -> ApiError | None:
             return invalid(f"The request does not fit: {detail}.", "messages", "context_length_exceeded")
         case EndKind.DEADLINE:
             return deadline_exceeded("The request did not finish before its deadline.")
+        case EndKind.GRAMMAR:
+            return invalid(f"The answer could not be kept to its form: {detail}.", None, "grammar_failed")
         case EndKind.FAILED:
             return server_error(f"The request could not be completed: {detail}.")
         case EndKind.CLIENT_GONE | EndKind.SLOW_CLIENT:

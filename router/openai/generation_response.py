@@ -16,6 +16,7 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from antiphon.protocol.grammar import GrammarSpec
 from antiphon.protocol.messages import SamplingParams
 from antiphon.router.api_keys import ANYONE, CALLER
 from antiphon.router.dispatch.generation import (
@@ -105,6 +106,7 @@ class GenerationResponse(Response):
         priority: int = 0,
         cache_salt: str = "",
         timeout_s: float | None = None,
+        grammar: GrammarSpec | None = None,
         before_end: BeforeEnd | None = None,
         on_timing: OnTiming | None = None,
     ) -> None:
@@ -133,6 +135,7 @@ class GenerationResponse(Response):
                 deadline_at=self._deadline_at,
                 priority=priority,
                 cache_salt=cache_salt,
+                grammar=grammar,
             )
             for choice, (prompt_token_ids, sampling) in enumerate(sequences)
         ]

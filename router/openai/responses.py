@@ -9,7 +9,7 @@ import orjson
 from pydantic import JsonValue
 from starlette.responses import Response
 
-from antiphon.router.conversation import Conversation, ResponseFormatKind, ToolChoiceMode
+from antiphon.router.conversation import Conversation
 from antiphon.router.harmony.responses_input import ResponsesPrompt, responses_conversation
 from antiphon.router.openai.chat import count_dropped_tools, render
 from antiphon.router.openai.chat_answer import ChatAnswer
@@ -55,6 +55,7 @@ async def create_response(context: ApiContext, body: bytes) -> Response:
         stop_token_ids=prompt.stop_token_ids,
         top_logprobs=_top_logprobs(request),
         vocabulary_size=context.formatter.vocabulary_size,
+        grammar=prompt.grammar,
     )
     answer = ChatAnswer(
         context.formatter.parser(prompt), request.stop_strings(), context.formatter.token_bytes
@@ -82,6 +83,7 @@ async def create_response(context: ApiContext, body: bytes) -> Response:
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         timeout_s=request.timeout_s,
+        grammar=prompt.grammar,
         before_end=keep,
     )
 
@@ -153,10 +155,6 @@ def _conversation(context: ApiContext, request: ResponsesRequest, resolved: Reso
     for items in ([*resolved.own], resolved.items()):
         prompt = parse_body(ResponsesPrompt, orjson.dumps({**fields, "input": items}))
         conversation, dropped = responses_conversation(prompt)
-    if conversation.response_format.kind is not ResponseFormatKind.TEXT:
-        raise unsupported("text.format", f"'{conversation.response_format.kind}' cannot be enforced yet.")
-    if conversation.tool_choice.mode is ToolChoiceMode.REQUIRED and not conversation.tools:
-        raise invalid("'tool_choice' requires a call, but there is no function to call.", "tool_choice")
     count_dropped_tools(context, dropped)
     return conversation
 

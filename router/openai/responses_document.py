@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from antiphon.router.conversation import Conversation
+from antiphon.router.conversation import Conversation, ResponseFormatKind
 from antiphon.router.openai.response_store import JsonObject
 from antiphon.router.openai.responses_schema import ResponsesRequest
 from antiphon.router.openai.usage import TokenCounts
@@ -59,7 +59,7 @@ class ResponseFacts:
             "service_tier": "default",
             "store": request.store is not False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
-            "text": {"format": {"type": "text"}, "verbosity": "medium"},
+            "text": {"format": self._format(), "verbosity": "medium"},
             "tool_choice": request.tool_choice or "auto",
             "tools": self._tools(),
             "top_logprobs": request.top_logprobs or 0,
@@ -69,6 +69,19 @@ class ResponseFacts:
             "truncation": request.truncation or "disabled",
             "usage": None if counts is None else _usage(counts),
             "user": request.user,
+        }
+
+    def _format(self) -> JsonObject:
+        """The form of the visible answer."""
+        form = self.conversation.response_format
+        if form.kind is not ResponseFormatKind.JSON_SCHEMA:
+            return {"type": form.kind.value}
+        return {
+            "type": form.kind.value,
+            "name": form.name,
+            "description": form.description,
+            "schema": form.schema or {"type": "object"},
+            "strict": form.strict,
         }
 
     def _tools(self) -> list[JsonValue]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 
+from antiphon.protocol.grammar import GrammarSpec
 from antiphon.protocol.messages import SamplingParams
 from antiphon.router.openai.errors import context_length_exceeded, invalid
 from antiphon.router.openai.request_fields import SamplingFields
@@ -35,6 +36,7 @@ def sampling_params(
     stop_token_ids: tuple[int, ...],
     top_logprobs: int | None,
     vocabulary_size: int,
+    grammar: GrammarSpec | None = None,
 ) -> list[SamplingParams]:
     """One set of parameters per choice; they differ in their seed only.
 
@@ -43,6 +45,9 @@ def sampling_params(
     """
     if request.min_tokens is not None and request.min_tokens > max_tokens:
         raise invalid(f"'min_tokens' is larger than the {max_tokens} tokens that may follow.", "min_tokens")
+    for name in ("ignore_eos", "min_tokens") if grammar is not None else ():
+        if getattr(request, name):
+            raise invalid(f"'{name}' contradicts the form that the answer must have.", name)
     # A client's seed may be negative, an engine's is not. Without one, chance decides here and only here.
     seed = secrets.randbits(63) if request.seed is None else request.seed % _SEED_SPACE
     top_p = 1.0 if request.top_p is None else max(request.top_p, SMALLEST_TOP_P)

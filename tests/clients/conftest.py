@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from antiphon.configs.schema import DeploymentConfig
+from antiphon.engine.grammar import GrammarState
+from antiphon.engine.grammar_compiler import GrammarCompiler
 from antiphon.protocol.messages import GenerateRequest
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
 from antiphon.router.harmony.formatter import HarmonyFormatter
+from antiphon.router.harmony.markers import FIRST_SPECIAL
 from antiphon.router.served_model import ServedModel
 from antiphon.router.server import RouterServer
 
@@ -36,10 +39,23 @@ CALL = (
 ANSWER_AFTER_CALL = "<|channel|>final<|message|>It is cold in Oslo.<|return|>"
 
 
+ANSWERS = {
+    "namespace functions {\n\n// The weather in a city.\ntype GetWeather": (
+        '<|channel|>commentary to=functions.GetWeather json<|message|>{"city":"Oslo"}<|call|>'
+    ),
+    "# Response Formats": (
+        f"{THINK.format('JSON, then.')}<|channel|>final <|constrain|>json<|message|>"
+        '{"city": "Oslo", "degrees": -5, "sky": "clear"}<|return|>'
+    ),
+}
+"""What stands in a prompt, and what a model would write then."""
+
+
 def answer_to(prompt: str) -> str:
     """What a model would write after this prompt."""
-    if prompt.endswith("json<|message|>"):
-        return '{"city":"Oslo"}<|call|>'  # a forced call: its header stands in the prompt
+    for sign, answer in ANSWERS.items():
+        if sign in prompt:
+            return answer
     last = prompt.removesuffix("<|start|>assistant").rsplit("<|start|>", 1)[-1]
     if last.startswith("functions.get_weather to=assistant"):
         return ANSWER_AFTER_CALL
@@ -58,6 +74,8 @@ class RunningRouter:
         self._answer = answer
         self._max_context_tokens = max_context_tokens
         self.formatter = HarmonyFormatter(current_date=lambda: "2025-06-28")
+        vocabulary = self.formatter.vocabulary
+        self._grammars = GrammarCompiler(vocabulary.pieces, range(FIRST_SPECIAL, vocabulary.size))
         self.prompts: list[str] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router")
@@ -81,7 +99,11 @@ class RunningRouter:
     def _script(self, request: GenerateRequest) -> list[int]:
         prompt = self.formatter.vocabulary.decode(request.prompt_token_ids)
         self.prompts.append(prompt)
-        return self.formatter.vocabulary.encode_marked(self._answer(prompt))
+        answer = self.formatter.vocabulary.encode_marked(self._answer(prompt))
+        if request.grammar is not None:
+            # A decode worker would let the model say nothing else; this raises if the answer is not allowed.
+            GrammarState(self._grammars.compile(request.grammar).result(), answer)
+        return answer
 
 
 @pytest.fixture(scope="session")

@@ -80,9 +80,8 @@ def parse_tokens(vocabulary: Vocabulary) -> ParseTokens:
         steps: Sequence[int] = (1_000_000,),
         tools: ToolPolicy | None = None,
         reason: FinishReason = FinishReason.STOP,
-        forced: Sequence[int] = (),
     ) -> Answer:
-        parser = HarmonyParser(vocabulary.pieces, tools or ToolPolicy(), forced)
+        parser = HarmonyParser(vocabulary.pieces, tools or ToolPolicy())
         deltas: list[ChatDelta] = []
         position = 0
         lengths = iter(steps)

@@ -13,9 +13,6 @@ from antiphon.router.conversation import (
     ChatMessage,
     Conversation,
     MessageRole,
-    ToolChoice,
-    ToolChoiceMode,
-    ToolDefinition,
 )
 from antiphon.router.formatter import (
     ContentDelta,
@@ -163,36 +160,8 @@ def test_json_behind_a_header_without_message_marker_streams(vocabulary: Vocabul
     assert parser.feed(vocabulary.encode(' {"a')) == [ContentDelta('{"a')]
 
 
-def _forcing(mode: ToolChoiceMode, name: str | None, *tools: str) -> Conversation:
-    return Conversation(
-        messages=(ChatMessage(MessageRole.USER, "hello"),),
-        tools=tuple(ToolDefinition(tool) for tool in tools),
-        tool_choice=ToolChoice(mode, name),
-    )
-
-
-def test_a_forced_call_starts_with_the_first_step(formatter: HarmonyFormatter) -> None:
-    prompt = formatter.render(_forcing(ToolChoiceMode.NAMED, "g", "f", "g"))
-    assert tuple(prompt.token_ids[-len(prompt.forced_token_ids) :]) == prompt.forced_token_ids
-    text = formatter.vocabulary.decode(prompt.token_ids)
-    assert text.endswith("<|start|>assistant to=functions.g<|channel|>commentary json<|message|>")
-    parser = formatter.parser(prompt)
-    deltas = parser.feed(formatter.vocabulary.encode_marked('{"a":1}<|call|>'))
-    assert [type(delta) for delta in deltas] == [ToolCallStart, ToolCallArgumentsDelta]
-    assert parser.finish(FinishReason.STOP).tool_calls == 1
-
-
-def test_a_required_call_of_any_function_is_named_by_the_model(formatter: HarmonyFormatter) -> None:
-    prompt = formatter.render(_forcing(ToolChoiceMode.REQUIRED, None, "f", "g"))
-    parser = formatter.parser(prompt)
-    deltas = parser.feed(
-        formatter.vocabulary.encode_marked("f<|channel|>commentary json<|message|>{}<|call|>")
-    )
-    assert [delta.name for delta in deltas if isinstance(delta, ToolCallStart)] == ["f"]
-
-
 def test_parsers_of_one_prompt_do_not_share_state(formatter: HarmonyFormatter) -> None:
-    prompt = formatter.render(_forcing(ToolChoiceMode.AUTO, None))
+    prompt = formatter.render(Conversation((ChatMessage(MessageRole.USER, "hello"),)))
     first, second = formatter.parser(prompt), formatter.parser(prompt)
     first.feed(formatter.vocabulary.encode_marked("<|channel|>analysis<|message|>a"))
     assert second.feed(formatter.vocabulary.encode_marked(FINAL + "b")) == [ContentDelta("b")]

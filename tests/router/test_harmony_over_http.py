@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from antiphon.protocol.grammar import JsonSchema
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
 from antiphon.router.harmony.formatter import HarmonyFormatter
 
@@ -78,11 +79,15 @@ async def test_tool_call(deploy, answering, harmony, stream):
         ("required", "tool_calls"),
     ],
 )
-async def test_forced_call_begins_in_the_prompt(deploy, answering, harmony, choice, reason):
-    deployment = await deploy(answering('{"city":"Oslo"}<|call|>'), formatter=harmony)
+async def test_forced_call_is_demanded_of_the_decode_worker(deploy, answering, harmony, choice, reason):
+    deployment = await deploy(answering(CALL), formatter=harmony)
     document = (await deployment.chat(tools=[WEATHER], tool_choice=choice)).json()
-    prompt = harmony.vocabulary.decode(deployment.workers.workers["d0"].sent[0].prompt_token_ids)
-    assert prompt.endswith("<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>")
+    request = deployment.workers.workers["d0"].sent[0]
+    assert harmony.vocabulary.decode(request.prompt_token_ids).endswith("<|end|><|start|>assistant")
+    contents = [region.content for region in request.grammar.regions]
+    assert [json.loads(c.schema) for c in contents if isinstance(c, JsonSchema)] == [
+        WEATHER["function"]["parameters"]
+    ]
     assert document["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == '{"city":"Oslo"}'
     assert document["choices"][0]["finish_reason"] == reason
 

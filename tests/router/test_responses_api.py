@@ -312,7 +312,7 @@ async def test_logprobs(deploy):
         ({"messages": []}, "messages"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"reasoning": {"effort": "none"}}, "reasoning.effort"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

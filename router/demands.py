@@ -1,0 +1,80 @@
+"""What a conversation demands of its answer's form, whatever the chat format is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from antiphon.protocol.grammar import FreeText, JsonSchema, RegionContent
+from antiphon.router.conversation import Conversation, ResponseFormatKind, ToolChoiceMode, ToolDefinition
+from antiphon.router.formatter import InvalidPrompt
+
+_NO_PARAMETERS: dict[str, JsonValue] = {"type": "object", "properties": {}, "additionalProperties": False}
+_FORCED = (ToolChoiceMode.NAMED, ToolChoiceMode.REQUIRED)
+_JsonObject = dict[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True)
+class CallDemand:
+    """A function that may be called, and the schema that its arguments must follow, if there is one."""
+
+    name: str
+    schema: _JsonObject | None
+
+    @property
+    def arguments(self) -> RegionContent:
+        """What the call's arguments may be."""
+        return FreeText() if self.schema is None else JsonSchema(json.dumps(self.schema))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDemands:
+    """What an answer must be: a call of one of ``calls`` when ``must_call``, else it may be a visible answer
+    too, which must follow ``answer_schema`` if there is one."""
+
+    must_call: bool
+    answer_schema: _JsonObject | None
+    calls: tuple[CallDemand, ...]
+
+    @property
+    def answer(self) -> RegionContent:
+        """What the visible answer may be."""
+        return FreeText() if self.answer_schema is None else JsonSchema(json.dumps(self.answer_schema))
+
+    def schemas(self) -> Iterator[tuple[str | None, _JsonObject]]:
+        """Every schema to follow: of the function of that name, or None and that of the visible answer."""
+        if self.answer_schema is not None:
+            yield None, self.answer_schema
+        for call in self.calls:
+            if call.schema is not None:
+                yield call.name, call.schema
+
+
+def demands_of(conversation: Conversation) -> AnswerDemands | None:
+    """What the answer to a conversation must be; None when its form is free.
+
+    Raises:
+        InvalidPrompt: a call is demanded of a function that is not declared.
+    """
+    choice, form = conversation.tool_choice, conversation.response_format
+    forced = choice.mode in _FORCED
+    schema: _JsonObject | None = None
+    if not forced and form.kind is not ResponseFormatKind.TEXT:
+        schema = {"type": "object"} if form.schema is None else form.schema
+    tools = () if choice.mode is ToolChoiceMode.NONE else conversation.tools
+    if choice.mode is ToolChoiceMode.NAMED:
+        tools = tuple(tool for tool in tools if tool.name == choice.name)
+    if forced and not tools:
+        raise InvalidPrompt("tool_choice demands a call of a function that is not declared", "tool_choice")
+    if not (forced or schema is not None or any(tool.strict for tool in tools)):
+        return None
+    calls = (CallDemand(tool.name, _arguments(tool) if forced or tool.strict else None) for tool in tools)
+    return AnswerDemands(forced, schema, tuple(calls))
+
+
+def _arguments(tool: ToolDefinition) -> _JsonObject:
+    """Arguments are an object, whether or not the schema says so."""
+    return _NO_PARAMETERS if tool.parameters is None else {"type": "object", **tool.parameters}

@@ -1,0 +1,125 @@
+"""Whether an output can be kept to a JSON schema: decided here, before anything runs.
+
+Decode workers compile schemas with the same library, llguidance, so that what passes here works there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from llguidance import LLMatcher
+from pydantic import JsonValue
+
+from antiphon.protocol.errors import AntiphonError
+
+MAX_SCHEMA_BYTES = 64 * 1024
+"""Of a schema as JSON. Compiling holds the router, for up to about 0.1 s at this size."""
+MAX_EXPRESSIONS = 100
+"""Patterns and formats of a schema, which cost ten times what anything else does."""
+_MAX_PROBES = 500
+"""Parts that are compiled on their own to find the one at fault."""
+_DEFINITIONS = ("$defs", "definitions")
+_MAPS_OF_SCHEMAS = (*_DEFINITIONS, "properties", "patternProperties")
+_LISTS_OF_SCHEMAS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_SCHEMAS = ("items", "additionalProperties", "additionalItems")
+_NO_SCHEMA = "a schema must be an object or a boolean"
+_EXPRESSIONS = frozenset({"pattern", "format"})
+
+Schema = Mapping[str, JsonValue]
+
+
+class UnusableSchema(AntiphonError):
+    """No output can be kept to this schema. ``path`` leads from the schema to the part at fault."""
+
+    def __init__(self, reason: str, path: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.path = path
+
+
+def check_schema(schema: Schema) -> None:
+    """Raise unless an output can be kept to the schema.
+
+    Raises:
+        UnusableSchema: says which part is at fault, and why.
+    """
+    try:
+        text = json.dumps(schema)
+    except RecursionError:
+        raise UnusableSchema("it is nested too deeply") from None
+    if len(text) > MAX_SCHEMA_BYTES:
+        raise UnusableSchema(f"it is longer than {MAX_SCHEMA_BYTES} bytes")
+    problem = _problem_of(text)
+    if problem is not None:
+        raise UnusableSchema(problem.reason, problem.path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    reason: str
+    path: str
+
+
+@lru_cache(maxsize=512)
+def _problem_of(text: str) -> _Problem | None:
+    schema = json.loads(text)
+    if _expressions(schema) > MAX_EXPRESSIONS:
+        return _Problem(f"it has more than {MAX_EXPRESSIONS} patterns and formats", "")
+    reason = _compile(schema)
+    return None if reason is None else _locate(schema, reason)
+
+
+def _compile(schema: JsonValue | Schema) -> str | None:
+    """Why a schema cannot be compiled."""
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    return " ".join(messages[0].split()) if is_error else None
+
+
+def _locate(root: Schema, reason: str) -> _Problem:
+    """The smallest part that cannot be compiled on its own, given the definitions of the whole."""
+    definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+    part: JsonValue | Schema = root
+    path, probes = "", 0
+    while True:
+        for step, child in _children(part):
+            if isinstance(child, bool):
+                continue
+            probes += 1
+            if probes > _MAX_PROBES:
+                return _Problem(reason, path)
+            fault = _NO_SCHEMA if not isinstance(child, dict) else _compile({**definitions, **child})
+            if fault is not None:
+                part, path, reason = child, path + step, fault
+                break
+        else:
+            return _Problem(reason, path)
+
+
+def _children(part: JsonValue | Schema) -> Iterator[tuple[str, JsonValue]]:
+    """The schemas inside a schema, each with the step that leads to it."""
+    if not isinstance(part, Mapping):
+        return
+    for key in _MAPS_OF_SCHEMAS:
+        named = part.get(key)
+        if isinstance(named, dict):
+            yield from ((f".{key}.{name}", child) for name, child in named.items())
+    for key in _LISTS_OF_SCHEMAS:
+        listed = part.get(key)
+        if isinstance(listed, list):
+            yield from ((f".{key}[{i}]", child) for i, child in enumerate(listed))
+    for key in _SCHEMAS:
+        if key in part:
+            yield f".{key}", part[key]
+
+
+def _expressions(schema: JsonValue) -> int:
+    if isinstance(schema, dict):
+        own = sum(key in _EXPRESSIONS and isinstance(value, str) for key, value in schema.items())
+        patterns = schema.get("patternProperties")
+        own += len(patterns) if isinstance(patterns, dict) else 0
+        return own + sum(_expressions(value) for value in schema.values())
+    return sum(map(_expressions, schema)) if isinstance(schema, list) else 0
