@@ -14,12 +14,15 @@ from urllib.parse import urlsplit
 
 from antiphon.cluster.logs import configure_logs
 from antiphon.cluster.process import ProcessStatus
+from antiphon.cluster.rank_actor import gpu_of_this_process, see_gpus
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import AntiphonError
 from antiphon.protocol.identity import Role, Topology, WorkerAddress, new_epoch
 from antiphon.router.served_model import ServedModel
 
 if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
     from antiphon.decode_worker.worker import DecodeWorker
     from antiphon.kv_transfer.transport import TransportFactory
     from antiphon.prefill_worker.worker import PrefillWorker
@@ -46,11 +49,24 @@ class WorkerActor:
         self._config = DeploymentConfig.model_validate_json(config_json)
         self._cluster_token = cluster_token
         self._worker: PrefillWorker | DecodeWorker | None = None
+        self._ranks: Store | None = None
 
     async def wait_for_ever(self) -> NoReturn:
         """Pending for as long as the process lives: its failure is how a death is noticed."""
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
+
+    async def gpu(self) -> str:
+        """Name of rank 0's GPU."""
+        return gpu_of_this_process()
+
+    async def see_gpus(self, gpus: list[str]) -> None:
+        """The GPUs of all ranks, in their order."""
+        see_gpus(gpus)
+
+    async def open_ranks(self, size: int) -> int:
+        """Be rank 0 of ``size``; returns the port where the others meet it."""
+        return await asyncio.to_thread(self._open_ranks, size)
 
     async def start(self, topology: Topology) -> WorkerAddress:
         """Load the model, build the engine and the worker, listen."""
@@ -85,6 +101,12 @@ class WorkerActor:
         if self._worker is not None:
             await asyncio.to_thread(self._worker.stop)
 
+    def _open_ranks(self, size: int) -> int:
+        from antiphon.model.parallel.rank_group import open_store
+
+        self._ranks = store = open_store(0, size)
+        return int(store.port)
+
     def _start(self, topology: Topology) -> WorkerAddress:
         from antiphon.cluster.worker_assembly import assemble_worker
 
@@ -94,6 +116,7 @@ class WorkerActor:
             self._config,
             bind_host=self._bind_host(),
             cluster_token=self._cluster_token,
+            ranks=self._ranks,
             transport_factory=self.transport_factory,
         )
         return self._worker.start(topology)

@@ -114,13 +114,15 @@ def checkpoint_synthesize(
 
 
 @config_app.command("check")
-def config_check(file: Annotated[Path, typer.Argument(help="A deployment file.")]) -> None:
-    """Say whether a deployment file can be used; names the key and the value when not."""
-    from antiphon.cluster.process_plan import plan_processes
-    from antiphon.configs.schema import load_deployment
+def config_check(
+    file: Annotated[Path, typer.Argument(help="A deployment file.")],
+    gpu_memory_gib: Annotated[float, typer.Option(min=1, help="Memory of one GPU.")] = 139.0,
+    node_gpus: Annotated[int, typer.Option(min=1, help="GPUs of one machine.")] = 8,
+) -> None:
+    """Say whether a deployment file can be used and what it takes; names the key and the value when not."""
+    from antiphon.cluster.cli_config import check_file
 
-    processes = plan_processes(load_deployment(file))
-    print(f"{file}: ok, {len(processes)} processes: {', '.join(p.worker_id for p in processes)}")
+    check_file(file, gpu_memory_gib, node_gpus)
 
 
 @config_app.command("show")

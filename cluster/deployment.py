@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
 import httpx
 
-from antiphon.cluster.process_plan import plan_processes
+from antiphon.cluster.process_plan import ProcessSpec, plan_processes
 from antiphon.cluster.ray_cluster import Interrupted, RayCluster
 from antiphon.cluster.resolution import ResolvedDeployment
 from antiphon.cluster.supervisor import Supervisor
@@ -76,6 +77,7 @@ async def deploy(
     config = resolved.config
     specs = plan_processes(config)
     check_port_is_free(config)
+    check_gpus_are_here(config, specs)
     with RayCluster(resolved, specs) as cluster:
         supervisor = Supervisor(
             specs, cluster, lease_s=config.transfer.lease_s, heartbeat_s=config.transfer.heartbeat_s
@@ -142,6 +144,22 @@ async def _answers_ready(client: httpx.AsyncClient, url: str) -> bool:
         return (await client.get(f"{url}/ready")).status_code == httpx.codes.OK
     except httpx.TransportError:
         return False  # its server is not listening yet, or just restarted
+
+
+def check_gpus_are_here(config: DeploymentConfig, specs: Sequence[ProcessSpec]) -> None:
+    """Fail before anything starts when a local deployment asks for more GPUs than this machine has.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    wanted = math.ceil(sum(spec.gpus * spec.ranks for spec in specs) - 1e-9)
+    if wanted == 0 or config.ray.address is not None:
+        return
+    import torch
+
+    found = torch.cuda.device_count()
+    if wanted > found:
+        raise ConfigError(f"the deployment takes {wanted} GPUs, this machine has {found}")
 
 
 def check_port_is_free(config: DeploymentConfig) -> None:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from antiphon.configs.schema import DeploymentConfig, WorkerConfig
+from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Role
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process to place. ``worker_id`` stays the same over its restarts; its epoch does not.
+    """One worker or router to place. ``worker_id`` stays the same over its restarts; its epoch does not.
 
-    ``cpus`` and ``gpus`` are what it reserves in its placement group; ``threads`` bounds the compute threads
-    of the libraries inside it.
+    ``cpus`` and ``gpus`` are what each of its ``ranks`` processes reserves in its placement group, of a GPU
+    perhaps only a share; ``threads`` bounds the compute threads of the libraries inside one of them.
     """
 
     worker_id: str
     role: Role
     cpus: int
-    gpus: int
+    gpus: float
     threads: int
+    ranks: int = 1
 
 
 def plan_processes(config: DeploymentConfig) -> tuple[ProcessSpec, ...]:
@@ -32,10 +33,16 @@ def plan_processes(config: DeploymentConfig) -> tuple[ProcessSpec, ...]:
     """
     specs: list[ProcessSpec] = []
     for role, worker in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
-        _check_supported(role, worker)
-        gpus = worker.tensor_parallel if worker.device == "cuda" else 0
+        gpus = worker.gpu_share if worker.device == "cuda" else 0.0
         specs += (
-            ProcessSpec(f"{role}-{index}", role, worker.cpu_threads, gpus, worker.cpu_threads)
+            ProcessSpec(
+                worker_id=f"{role}-{index}",
+                role=role,
+                cpus=worker.cpu_threads,
+                gpus=gpus,
+                threads=worker.cpu_threads,
+                ranks=worker.tensor_parallel,
+            )
             for index in range(worker.replicas)
         )
     if config.router.replicas > 1 and config.ray.address is None and config.router.port != 0:
@@ -45,12 +52,3 @@ def plan_processes(config: DeploymentConfig) -> tuple[ProcessSpec, ...]:
         )
     specs += (ProcessSpec(f"router-{index}", Role.ROUTER, 1, 0, 1) for index in range(config.router.replicas))
     return tuple(specs)
-
-
-def _check_supported(role: Role, worker: WorkerConfig) -> None:
-    if worker.tensor_parallel != 1:
-        raise ConfigError(
-            f"{role}.tensor_parallel: {worker.tensor_parallel} ranks asked for; a worker has one rank so far"
-        )
-    if worker.expert_parallel:
-        raise ConfigError(f"{role}.expert_parallel: needs more than one rank; a worker has one rank so far")

@@ -1,4 +1,4 @@
-"""Processes as Ray actors: the only file that talks to Ray.
+"""The Ray cluster of a deployment: room for its processes, and their launch.
 
 Without an address a private cluster is started on this machine: it listens on loopback, asks every client for
 a token made for this deployment, keeps its files in a folder of its own and ends with this process.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import os
 import secrets
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,12 +24,14 @@ from urllib.parse import urlsplit
 import structlog
 
 from antiphon.cluster import actors
-from antiphon.cluster.process import ProcessDied, ProcessStatus, StartFailed
+from antiphon.cluster.process import StartFailed
 from antiphon.cluster.process_plan import ProcessSpec
+from antiphon.cluster.rank_actor import RankActor
+from antiphon.cluster.ray_process import RayProcess
 from antiphon.cluster.resolution import ResolvedDeployment
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import AntiphonError, ConfigError
-from antiphon.protocol.identity import Role, Topology, WorkerAddress
+from antiphon.protocol.identity import Role, WorkerAddress
 
 log = structlog.get_logger("antiphon.ray")
 
@@ -59,6 +62,8 @@ PRIVATE_RAY = {
 LOOPBACK_KV = {"UCX_NET_DEVICES": "lo"}
 """For workers of a private cluster: KV moves over shared memory or loopback, nothing listens elsewhere."""
 
+ALL_GPUS_OF_A_WORKER = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+"""For workers of several ranks: each process sees the GPUs of all of them, which peer memory needs."""
 
 FOLDER_PREFIX = "antiphon-"
 """Of a private cluster's folder; the supervisor's process id follows."""
@@ -68,74 +73,8 @@ class Interrupted(AntiphonError):
     """A signal ended the start before the deployment could take it."""
 
 
-class RayProcess:
-    """One life of one process, as a Ray actor."""
-
-    def __init__(self, actor: Any, on_started: Callable[[WorkerAddress], None]) -> None:
-        self._actor = actor
-        self._on_started = on_started
-        # Pending for as long as the actor lives: Ray fails it the moment the process is gone.
-        self._death = asyncio.ensure_future(self._await_death())
-
-    async def start(self, topology: Topology) -> WorkerAddress:
-        """See ProcessHandle."""
-        address: WorkerAddress = await self._call("start", topology)
-        self._on_started(address)
-        return address
-
-    async def set_topology(self, topology: Topology) -> None:
-        """See ProcessHandle."""
-        await self._call("set_topology", topology)
-
-    async def status(self) -> ProcessStatus:
-        """See ProcessHandle."""
-        status: ProcessStatus = await self._call("status")
-        return status
-
-    async def drain(self, timeout_s: float) -> bool:
-        """See ProcessHandle."""
-        drained: bool = await self._call("drain", timeout_s)
-        return drained
-
-    async def stop(self) -> None:
-        """See ProcessHandle."""
-        await self._call("stop")
-
-    async def wait_dead(self) -> str:
-        """See ProcessHandle."""
-        return await asyncio.shield(self._death)
-
-    def kill(self) -> None:
-        """See ProcessHandle."""
-        import ray
-
-        ray.kill(self._actor, no_restart=True)
-
-    async def _await_death(self) -> str:
-        from ray.exceptions import RayActorError
-
-        try:
-            await self._actor.wait_for_ever.remote()
-        except RayActorError as error:
-            return " ".join(str(error).split())[:300]
-        return "its actor returned from a call that never returns"
-
-    async def _call(self, method: str, *arguments: object) -> Any:
-        from ray.exceptions import RayActorError, RayTaskError
-
-        try:
-            return await getattr(self._actor, method).remote(*arguments)
-        except RayActorError as error:
-            raise ProcessDied(" ".join(str(error).split())[:300]) from error
-        except RayTaskError as error:
-            # What the code in the process raised. An error made for users is final; others are defects.
-            if isinstance(error.cause, AntiphonError):
-                raise StartFailed(str(error.cause)) from error
-            raise ProcessDied(f"{method} failed: {error}") from error
-
-
 class RayCluster:
-    """A connection to Ray and the placement group of one deployment. Launches the deployment's processes."""
+    """A connection to Ray and a placement group for each worker and router; launches their processes."""
 
     def __init__(
         self,
@@ -144,7 +83,7 @@ class RayCluster:
         *,
         actor_kinds: Mapping[Role, type] = ACTOR_KINDS,
     ) -> None:
-        """``actor_kinds`` says which class hosts a role; tests put faulty ones in place."""
+        """``actor_kinds`` says which class hosts a role (a worker's rank 0); tests put others in place."""
         self._config = deployment.config
         self._served_model = deployment.served
         self._actor_kinds = actor_kinds
@@ -153,7 +92,8 @@ class RayCluster:
         self._router_ports: dict[str, int] = {}
         self._folder: Path | None = None
         self._saved_environment: dict[str, str | None] = {}
-        self._group: Any = None
+        self._name = f"antiphon-{secrets.token_hex(4)}"
+        self._groups: dict[str, Any] = {}
 
     def __enter__(self) -> RayCluster:
         """Start or join the cluster and reserve room for every process.
@@ -187,24 +127,35 @@ class RayCluster:
     def launch(self, spec: ProcessSpec) -> RayProcess:
         """See Launcher."""
         import ray
+
+        kind = self._actor_kinds[spec.role]
+        config_json = self._config_of(spec).model_dump_json()
+        arguments: list[object] = [spec.worker_id, config_json, self._cluster_token]
+        if spec.role is Role.ROUTER:
+            arguments.append(self._served_model)
+        first = ray.remote(kind).options(**self._options(spec, 0)).remote(*arguments)
+        transport_factory = getattr(kind, "transport_factory", None)
+        others = [
+            ray.remote(RankActor)
+            .options(**self._options(spec, rank))
+            .remote(spec.role, rank, spec.worker_id, config_json, self._cluster_token, transport_factory)
+            for rank in range(1, spec.ranks)
+        ]
+        return RayProcess(first, others, self._remember_port, shares_gpus=spec.gpus > 0)
+
+    def _options(self, spec: ProcessSpec, rank: int) -> dict[str, object]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        options = {
+        return {
             "num_cpus": spec.cpus,
             "num_gpus": spec.gpus,
             "max_concurrency": ACTOR_CONCURRENCY,
             "max_restarts": 0,  # the supervisor restarts: a new life needs a new epoch and a backoff
             "runtime_env": {"env_vars": self._process_environment(spec)},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=self._specs.index(spec)
+                self._groups[spec.worker_id], placement_group_bundle_index=rank
             ),
         }
-        config = self._config_of(spec)
-        arguments: list[object] = [spec.worker_id, config.model_dump_json(), self._cluster_token]
-        if spec.role is Role.ROUTER:
-            arguments.append(self._served_model)
-        actor = ray.remote(self._actor_kinds[spec.role]).options(**options).remote(*arguments)
-        return RayProcess(actor, self._remember_port)
 
     def _config_of(self, spec: ProcessSpec) -> DeploymentConfig:
         """A router that was given any free port keeps that port over its lives: clients know it by now."""
@@ -224,10 +175,11 @@ class RayCluster:
         import ray
 
         if ray.is_initialized():
-            if self._group is not None and self._config.ray.address is not None:
-                ray.util.remove_placement_group(self._group)
+            if self._config.ray.address is not None:
+                for group in self._groups.values():
+                    ray.util.remove_placement_group(group)
             ray.shutdown()
-        self._group = None
+        self._groups = {}
         if self._folder is not None:
             _kill_processes_naming(self._folder)
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -242,6 +194,8 @@ class RayCluster:
     def _process_environment(self, spec: ProcessSpec) -> dict[str, str]:
         threads = str(spec.threads)
         variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        if spec.ranks > 1 and spec.gpus:
+            variables |= ALL_GPUS_OF_A_WORKER
         if self._config.ray.address is None:
             variables |= {k: v for k, v in LOOPBACK_KV.items() if k not in os.environ}
         return variables
@@ -275,8 +229,8 @@ class RayCluster:
         self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
         ray.init(
             namespace="antiphon",
-            num_cpus=sum(spec.cpus for spec in self._specs),
-            num_gpus=sum(spec.gpus for spec in self._specs),
+            num_cpus=sum(spec.cpus * spec.ranks for spec in self._specs),
+            num_gpus=math.ceil(sum(spec.gpus * spec.ranks for spec in self._specs)),
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=True,
@@ -286,17 +240,50 @@ class RayCluster:
 
     def _reserve(self) -> None:
         import ray
+
+        for spec in self._specs:
+            self._groups[spec.worker_id] = self._group_of(spec)
+        ready = {group.ready(): worker_id for worker_id, group in self._groups.items()}
+        timeout_s = self._config.ray.placement_timeout_s
+        _, missing = ray.wait(list(ready), num_returns=len(ready), timeout=timeout_s, fetch_local=False)
+        if missing:
+            wanted = {ready[each]: self._groups[ready[each]].bundle_specs for each in missing}
+            raise ConfigError(f"the Ray cluster has no room for {wanted} after {timeout_s:.0f} s")
+
+    def _group_of(self, spec: ProcessSpec) -> Any:
+        """Ask for room. Ranks of one worker share a host, whose links their collectives need."""
         from ray.util.placement_group import placement_group
 
-        settings = self._config.ray
-        bundles = [bundle_of(spec, role_resources=settings.role_resources) for spec in self._specs]
-        self._group = placement_group(bundles, strategy="PACK", name=f"antiphon-{secrets.token_hex(4)}")
+        role_resources = self._config.ray.role_resources
+        bundles = [bundle_of(spec, rank, role_resources=role_resources) for rank in range(spec.ranks)]
+        return placement_group(bundles, strategy="STRICT_PACK", name=f"{self._name}-{spec.worker_id}")
+
+    async def make_room(self, spec: ProcessSpec) -> None:
+        """See Launcher."""
+        import ray
+
+        if spec.worker_id in self._groups:
+            return
+        group = self._group_of(spec)
+        timeout_s = self._config.ray.placement_timeout_s
         try:
-            ray.get(self._group.ready(), timeout=settings.placement_timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise ConfigError(
-                f"the Ray cluster has no room for {bundles} after {settings.placement_timeout_s:.0f} s"
+            async with asyncio.timeout(timeout_s):
+                await group.ready()
+        except TimeoutError as error:
+            ray.util.remove_placement_group(group)
+            raise StartFailed(
+                f"the Ray cluster has no room for {group.bundle_specs} after {timeout_s:.0f} s"
             ) from error
+        self._groups[spec.worker_id] = group
+
+    def free_room(self, spec: ProcessSpec) -> None:
+        """See Launcher."""
+        import ray
+
+        planned = any(each.worker_id == spec.worker_id for each in self._specs)
+        group = None if planned else self._groups.pop(spec.worker_id, None)
+        if group is not None:
+            ray.util.remove_placement_group(group)
 
     def _set_environment(self, variables: Mapping[str, str]) -> None:
         for name, value in variables.items():
@@ -304,12 +291,12 @@ class RayCluster:
             os.environ[name] = value
 
 
-def bundle_of(spec: ProcessSpec, *, role_resources: bool) -> dict[str, float]:
-    """What a process reserves in the placement group; ``role_resources`` ties it to the nodes of its role."""
+def bundle_of(spec: ProcessSpec, rank: int = 0, *, role_resources: bool) -> dict[str, float]:
+    """What one rank reserves in its worker's group; ``role_resources`` ties it to the nodes of its role."""
     bundle = {"CPU": float(spec.cpus)}
     if spec.gpus:
         bundle["GPU"] = float(spec.gpus)
-    if role_resources:
+    if role_resources and rank == 0:  # the others are on the same node anyway
         bundle[f"antiphon_{spec.role}"] = 1.0
     return bundle
 

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from antiphon.cluster.layout_check import check_layouts
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.model.checkpoint.index import CheckpointIndex, open_checkpoint
 from antiphon.model.hub import fetch
@@ -26,12 +27,13 @@ def resolve_deployment(config: DeploymentConfig) -> ResolvedDeployment:
 
     Raises:
         CheckpointError: no such model, or its files cannot be loaded; nothing has been started yet.
-        ConfigError: a cache too small for the model's window or for a prompt.
+        ConfigError: a layout that the model cannot be spread over, or a cache too small for its window.
     """
     # Named before the path becomes a folder of the hub's cache, whose last part is a commit.
     name = config.model.name
     folder = fetch(config.model.path, config.model.revision).resolve()
     index = open_checkpoint(folder)
+    check_layouts(config, index.config)
     context = max_context_tokens(config, index.config.max_context_tokens)
     model = config.model.model_copy(
         update={"path": str(folder), "served_name": name, "max_context_tokens": context}

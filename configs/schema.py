@@ -68,6 +68,11 @@ class WorkerConfig(Section):
     """Attention ranks per worker."""
     expert_parallel: bool = False
     """Experts are spread over the ranks (EP = TP) instead of being split."""
+    gpu_share: float = pydantic.Field(1.0, gt=0, le=1)
+    """Share of a GPU that a worker reserves; below 1, several workers of one rank each may share a GPU."""
+    rank_timeout_s: float = pydantic.Field(120.0, gt=0)
+    """A worker of several ranks ends when one of them has not answered for this long: more than its longest
+    step, compilation included."""
     kv_cache: KvCacheConfig = KvCacheConfig()
     """This pool's pages."""
     chunk_tokens: int = pydantic.Field(512, ge=16)
@@ -90,6 +95,17 @@ class WorkerConfig(Section):
     fp8_experts: Literal["resident", "widened"] = "widened"
     """On a GPU, how long chunks get their FP8 experts: ``resident`` holds them beside the 4-bit weights
     (gpt-oss-20b: 19 GB more), ``widened`` makes them layer by layer from those (gpt-oss-120b on one card)."""
+
+    @pydantic.model_validator(mode="after")
+    def _ranks_agree(self) -> WorkerConfig:
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ValueError("expert_parallel is set with tensor_parallel 1: experts are spread over ranks")
+        if self.gpu_share < 1 and self.tensor_parallel > 1:
+            raise ValueError(
+                f"gpu_share {self.gpu_share:g} with tensor_parallel {self.tensor_parallel}: only a worker of "
+                "one rank can share its GPU"
+            )
+        return self
 
     @property
     def local_prefill_limit_tokens(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ class FollowerLoop:
         model: this rank's part.
         kv: this rank's pages: as many of the same size as rank 0 has, with this rank's kv heads.
         group: the ranks.
-        after_layer: called during a step, right after a layer of it was issued.
+        after_layer: called during a step with its number (from 1, as rank 0 counts) and a layer, right after
+            that layer of it was issued.
         on_message: called with what rank 0 published, in order with the steps.
     """
 
@@ -31,7 +33,7 @@ class FollowerLoop:
         kv: KvLayers,
         group: RankGroup,
         *,
-        after_layer: Callable[[int], None] | None = None,
+        after_layer: Callable[[int, int], None] | None = None,
         on_message: Callable[[bytes], None] | None = None,
     ) -> None:
         self._model = model
@@ -41,6 +43,7 @@ class FollowerLoop:
         self._after_layer = after_layer
         self._on_message = on_message
         self._geometry = kv_geometry(model.config, kv)
+        self._steps = 0
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -83,7 +86,9 @@ class FollowerLoop:
             raise ConfigError(f"rank {self._group.rank}'s KV cache differs: " + "; ".join(differing))
         buffer = torch.empty(sizes.total_bytes, dtype=torch.uint8, device=self._model.device)
         batch = unpack(self._group.communicator.broadcast(buffer), sizes)
-        self._model.forward(batch, self._kv, self._after_layer)
+        self._steps += 1
+        after_layer = None if self._after_layer is None else partial(self._after_layer, self._steps)
+        self._model.forward(batch, self._kv, after_layer)
 
     def _hidden(self, rows: int) -> Tensor:
         shape = (rows, self._model.config.hidden_size)

@@ -52,9 +52,32 @@ class LeaderModel:
         self._busy: int | None = None
         """The thread whose command is under way; it holds ``_turn``."""
         self._deferred: list[bytes] = []
+        self._steps = 0
+        self._computing = False
         self._failure: BaseException | None = None
         self._stopping = threading.Event()
         self._heartbeat: threading.Thread | None = None
+
+    @property
+    def size(self) -> int:
+        """Ranks, this one included."""
+        return self._group.size
+
+    @property
+    def steps(self) -> int:
+        """Forward passes begun so far; the other ranks count the same ones."""
+        return self._steps
+
+    @property
+    def computing(self) -> bool:
+        """Whether one is being issued right now; asked on the thread that does so."""
+        return self._computing
+
+    def watch(self, on_lost: Callable[[BaseException], None]) -> None:
+        """Set ``on_lost``; called at once if the ranks were lost already."""
+        self._on_lost = on_lost
+        if self._failure is not None and not self._stopping.is_set():
+            on_lost(self._failure)
 
     def start(self) -> None:
         """Meet the other ranks; to be called once, while they call ``FollowerLoop.run``.
@@ -83,7 +106,12 @@ class LeaderModel:
             numbers = (sizes.tokens, sizes.sequences, sizes.full_pages, sizes.sliding_pages)
             self._channel.send(Command.FORWARD, *numbers, *kv_geometry(self.config, kv))
             self._group.communicator.broadcast(packed)
-            return self._model.forward(batch, kv, after_layer)
+            self._steps += 1
+            self._computing = True
+            try:
+                return self._model.forward(batch, kv, after_layer)
+            finally:
+                self._computing = False
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, H] -> [M, V] float32.

@@ -30,6 +30,7 @@ def test_a_bundle_names_the_role_only_when_asked() -> None:
     spec = ProcessSpec("prefill-0", Role.PREFILL, 2, 4, 2)
     assert bundle_of(spec, role_resources=False) == {"CPU": 2.0, "GPU": 4.0}
     assert bundle_of(spec, role_resources=True) == {"CPU": 2.0, "GPU": 4.0, "antiphon_prefill": 1.0}
+    assert bundle_of(spec, rank=1, role_resources=True) == {"CPU": 2.0, "GPU": 4.0}
 
 
 def test_a_cluster_of_our_own_has_no_role_resources() -> None:
@@ -61,9 +62,12 @@ def test_every_process_is_placed_on_a_node_of_its_role(nodes: str) -> None:
     specs = plan_processes(config)
     with RayCluster(ResolvedDeployment(config, ServedModel("nothing", 1024, 0, "fp_0")), specs):
         resources = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-        (group,) = (g for g in ray.util.placement_group_table().values() if g["state"] == "CREATED")
+        role_of = {spec.worker_id: spec.role for spec in specs}
         placed = {
-            specs[int(index)].role: resources[node] for index, node in group["bundles_to_node_id"].items()
+            role_of[group["name"].split("-", 2)[2]]: resources[node]
+            for group in ray.util.placement_group_table().values()
+            if group["state"] == "CREATED"
+            for node in group["bundles_to_node_id"].values()
         }
     assert {role: f"antiphon_{role}" in found for role, found in placed.items()} == dict.fromkeys(
         (Role.PREFILL, Role.DECODE, Role.ROUTER), True

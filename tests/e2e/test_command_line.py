@@ -77,8 +77,13 @@ def test_unknown_key_is_named(config_file: Path) -> None:
 
 
 def test_unusable_layout_is_named(config_file: Path) -> None:
-    change(config_file, "decode.tensor_parallel", 4)
-    assert_one_line_error(run("config", "check", str(config_file)), "decode.tensor_parallel", "4")
+    change(config_file, "decode.tensor_parallel", 3)
+    for command in (("config", "check"), ("serve", "--config")):
+        assert_one_line_error(
+            run(*command, str(config_file)),
+            "decode.tensor_parallel: 3",
+            "does not divide num_attention_heads 8",
+        )
 
 
 def test_missing_model_is_named(config_file: Path, tmp_path: Path) -> None:

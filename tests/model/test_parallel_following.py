@@ -54,6 +54,11 @@ def small(spread_config: GptOssConfig) -> GptOssConfig:
     return replace(spread_config, num_hidden_layers=2)
 
 
+def note(seen: list[Any]) -> Callable[[int, int], None]:
+    """An ``after_layer`` that writes down (step, layer)."""
+    return lambda step, layer: seen.append((step, layer))
+
+
 def prompt(config: GptOssConfig, length: int) -> Tensor:
     return torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
 
@@ -134,10 +139,11 @@ def test_the_leader_is_one_model_to_its_caller(
             return lead(model, group)
         seen: list[Any] = []
         kv = one_sequence(model, 30, PAGE)
-        FollowerLoop(model, kv, group, after_layer=seen.append, on_message=seen.append).run()
+        FollowerLoop(model, kv, group, after_layer=note(seen), on_message=seen.append).run()
         return seen
 
-    follower = [b"chunk 0", 0, 1, b"chunk 12", 0, 1, b"chunk 24", 0, 1, b""]
+    chunks = zip((b"chunk 0", b"chunk 12", b"chunk 24"), (1, 2, 3), strict=True)
+    follower = [*(x for name, step in chunks for x in (name, (step, 0), (step, 1))), b""]
     assert in_ranks(4, work) == [[], *[follower] * 3]
 
 
@@ -170,7 +176,7 @@ def test_a_message_given_during_a_step_follows_it(
         kv = one_sequence(model, 16, PAGE)
         seen: list[Any] = []
         if group.rank > 0:
-            FollowerLoop(model, kv, group, after_layer=seen.append, on_message=seen.append).run()
+            FollowerLoop(model, kv, group, after_layer=note(seen), on_message=seen.append).run()
             return seen
         leader = LeaderModel(model, group)
         leader.start()
@@ -180,8 +186,8 @@ def test_a_message_given_during_a_step_follows_it(
         leader.close()
         return seen
 
-    once = [0, 1, b"layer 0", b"layer 1"]
-    assert in_ranks(2, work) == [[], once * 2]
+    steps = [[(step, 0), (step, 1), b"layer 0", b"layer 1"] for step in (1, 2)]
+    assert in_ranks(2, work) == [[], [*steps[0], *steps[1]]]
 
 
 def test_a_bad_choice_is_refused_before_the_others_hear_of_it(

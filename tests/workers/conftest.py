@@ -347,6 +347,11 @@ def pair_type() -> type[Pair]:
 
 
 @pytest.fixture
+def router_type() -> type[RouterStandIn]:
+    return RouterStandIn
+
+
+@pytest.fixture
 def started() -> Iterator[Callable[..., tuple[Pair, RouterStandIn]]]:
     """Start pairs with a router each; everything ends with the test."""
     made: list[tuple[Pair, RouterStandIn]] = []

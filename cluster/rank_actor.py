@@ -1,0 +1,77 @@
+"""The actor of a rank other than 0: it follows rank 0 and answers nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from antiphon.cluster.logs import configure_logs
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.protocol.identity import Role
+
+if TYPE_CHECKING:
+    from antiphon.kv_transfer.transport import TransportFactory
+
+
+def gpu_of_this_process() -> str:
+    """The GPU that Ray reserved for this actor, as CUDA_VISIBLE_DEVICES names it."""
+    import ray
+
+    return str(ray.get_gpu_ids()[0])
+
+
+def see_gpus(gpus: Sequence[str]) -> None:
+    """Let this process see these GPUs in this order; before anything loads CUDA."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+
+
+class RankActor:
+    """Hosts one rank of a worker; ``transport_factory`` makes its KV transport, absent means NIXL."""
+
+    def __init__(
+        self,
+        role: Role,
+        rank: int,
+        worker_id: str,
+        config_json: str,
+        cluster_token: str,
+        transport_factory: TransportFactory | None,
+    ) -> None:
+        self._role = role
+        self._rank = rank
+        self._worker_id = worker_id
+        self._config = DeploymentConfig.model_validate_json(config_json)
+        self._cluster_token = cluster_token
+        self._transport_factory = transport_factory
+
+    async def wait_for_ever(self) -> NoReturn:
+        """Pending for as long as the process lives: its failure is how a death is noticed."""
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def gpu(self) -> str:
+        """Name of this rank's GPU."""
+        return gpu_of_this_process()
+
+    async def see_gpus(self, gpus: list[str]) -> None:
+        """The GPUs of all ranks, in their order."""
+        see_gpus(gpus)
+
+    async def follow(self, port: int) -> None:
+        """Join rank 0, load this rank's part of the model, and follow until rank 0 says stop."""
+        configure_logs(f"{self._worker_id}/{self._rank}", self._config.log.level)
+        await asyncio.to_thread(self._follow, port)
+
+    def _follow(self, port: int) -> None:
+        from antiphon.cluster.rank_assembly import follow
+
+        follow(
+            self._role,
+            self._config,
+            self._rank,
+            port,
+            cluster_token=self._cluster_token,
+            transport_factory=self._transport_factory,
+        )

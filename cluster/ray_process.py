@@ -1,0 +1,151 @@
+"""One life of a worker or router as Ray actors: one actor for each rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from antiphon.cluster.process import ProcessDied, ProcessStatus, StartFailed
+from antiphon.protocol.errors import AntiphonError, RankLostError
+from antiphon.protocol.identity import Topology, WorkerAddress
+
+FOLLOWER_REASON_S = 5.0
+"""How long rank 0's failure to start waits for the reason, which another rank may know better."""
+
+
+class RayProcess:
+    """Implements ``process.ProcessHandle``.
+
+    A worker lives as long as all its ranks. When one is gone the others are killed, and it counts as dead
+    only when none is left: nothing of it writes any more.
+
+    Args:
+        first: the actor of rank 0, or of a router.
+        others: actors of ranks 1 and up.
+        on_started: called with the address of a life that has started.
+        shares_gpus: every rank is to see the GPUs of all of them.
+    """
+
+    def __init__(
+        self,
+        first: Any,
+        others: Sequence[Any],
+        on_started: Callable[[WorkerAddress], None],
+        *,
+        shares_gpus: bool = False,
+    ) -> None:
+        self._actor = first
+        self._others = tuple(others)
+        self._on_started = on_started
+        self._shares_gpus = shares_gpus
+        self._following: list[asyncio.Future[None]] = []
+        # Pending for as long as the actors live: Ray fails it the moment a process is gone.
+        self._death = asyncio.ensure_future(self._await_death())
+
+    async def start(self, topology: Topology) -> WorkerAddress:
+        """See ProcessHandle."""
+        if self._others:
+            await self._gather_ranks()
+        try:
+            address: WorkerAddress = await self._call("start", topology)
+        except ProcessDied as error:
+            raise await self._better_reason(error) from error
+        self._on_started(address)
+        return address
+
+    async def set_topology(self, topology: Topology) -> None:
+        """See ProcessHandle."""
+        await self._call("set_topology", topology)
+
+    async def status(self) -> ProcessStatus:
+        """See ProcessHandle."""
+        status: ProcessStatus = await self._call("status")
+        return status
+
+    async def drain(self, timeout_s: float) -> bool:
+        """See ProcessHandle."""
+        drained: bool = await self._call("drain", timeout_s)
+        return drained
+
+    async def stop(self) -> None:
+        """See ProcessHandle."""
+        await self._call("stop")
+
+    async def wait_dead(self) -> str:
+        """See ProcessHandle."""
+        return await asyncio.shield(self._death)
+
+    def kill(self) -> None:
+        """See ProcessHandle."""
+        import ray
+
+        for actor in (self._actor, *self._others):
+            ray.kill(actor, no_restart=True)
+
+    async def _gather_ranks(self) -> None:
+        """Let the other ranks meet rank 0; what they do from then on ends with the worker."""
+        actors = (self._actor, *self._others)
+        if self._shares_gpus:
+            gpus = [await self._call_on(actor, "gpu") for actor in actors]
+            for actor in actors:
+                await self._call_on(actor, "see_gpus", gpus)
+        port = await self._call("open_ranks", len(actors))
+        self._following = [
+            asyncio.ensure_future(self._call_on(actor, "follow", port)) for actor in self._others
+        ]
+        for following in self._following:
+            following.add_done_callback(_note_outcome)
+
+    async def _better_reason(self, error: ProcessDied) -> AntiphonError:
+        """What another rank failed with, when that is why rank 0 could not start."""
+        if self._following:
+            await asyncio.wait(self._following, timeout=FOLLOWER_REASON_S)
+        for following in self._following:
+            reason = following.exception() if following.done() and not following.cancelled() else None
+            if isinstance(reason, StartFailed):
+                return reason
+        return error
+
+    async def _await_death(self) -> str:
+        actors = (self._actor, *self._others)
+        deaths = [asyncio.ensure_future(_death_of(actor)) for actor in actors]
+        await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+        rank = next(rank for rank, death in enumerate(deaths) if death.done())
+        self.kill()
+        reasons = await asyncio.gather(*deaths)
+        return reasons[rank] if not self._others else f"rank {rank} of {len(actors)}: {reasons[rank]}"
+
+    async def _call(self, method: str, *arguments: object) -> Any:
+        return await self._call_on(self._actor, method, *arguments)
+
+    async def _call_on(self, actor: Any, method: str, *arguments: object) -> Any:
+        from ray.exceptions import RayActorError, RayTaskError
+
+        try:
+            return await getattr(actor, method).remote(*arguments)
+        except RayActorError as error:
+            raise ProcessDied(" ".join(str(error).split())[:300]) from error
+        except RayTaskError as error:
+            # What the code in the process raised. An error made for users is final; others are defects.
+            if isinstance(error.cause, RankLostError):
+                raise ProcessDied(str(error.cause)) from error
+            if isinstance(error.cause, AntiphonError):
+                raise StartFailed(str(error.cause)) from error
+            raise ProcessDied(f"{method} failed: {error}") from error
+
+
+async def _death_of(actor: Any) -> str:
+    from ray.exceptions import RayActorError
+
+    try:
+        await actor.wait_for_ever.remote()
+    except RayActorError as error:
+        return " ".join(str(error).split())[:300]
+    return "its actor returned from a call that never returns"
+
+
+def _note_outcome(following: asyncio.Future[None]) -> None:
+    """A rank's end is rank 0's to notice; here it only must not count as an error nobody looked at."""
+    if not following.cancelled():
+        following.exception()

@@ -1,0 +1,206 @@
+"""Workers of several ranks: any prefill layout feeds any decode layout, and nothing outlives a lost rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from antiphon.cluster.rank_assembly import follow_in
+from antiphon.cluster.worker_assembly import assemble_worker
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.engine.events import TokensSampled
+from antiphon.engine.loop import EngineLoop
+from antiphon.engine.requests import EngineRequest, RequestKind
+from antiphon.engine.settings import EngineSettings
+from antiphon.kv_transfer.in_process import InProcessNetwork
+from antiphon.model.checkpoint.layout import Layout
+from antiphon.model.checkpoint.load import load_model
+from antiphon.model.checkpoint.synthesize import synthesize_parameters
+from antiphon.model.checkpoint.write import write_checkpoint
+from antiphon.model.config import GptOssConfig
+from antiphon.model.transformer import Transformer
+from antiphon.protocol.identity import Role, Topology
+from antiphon.protocol.messages import SamplingParams
+
+TOKEN = "a cluster token for tests"
+TIE = 1e-3
+SHAPE = GptOssConfig(
+    num_hidden_layers=4,
+    num_experts=4,
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=16,
+    experts_per_token=2,
+    sliding_window=24,
+    max_context_tokens=1024,
+)
+PROMPTS = (5, 40, 75)
+OUTPUT = 8
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("ranks") / "checkpoint"
+    write_checkpoint(directory, SHAPE, synthesize_parameters(SHAPE, seed=3), Layout.HUGGING_FACE, 10**9)
+    return directory
+
+
+def deployment(
+    checkpoint: Path, prefill: int, decode: int, experts: bool = False, **transfer: Any
+) -> DeploymentConfig:
+    pool = {"kv_cache": {"page_size_tokens": 16, "full_pages": 40, "sliding_pages": 40}, "chunk_tokens": 32}
+    times = {"completion_timeout_s": 2.0, "lease_s": 5.0, "heartbeat_s": 0.2, "layer_groups": 2}
+    return DeploymentConfig.model_validate(
+        {
+            "model": {"path": str(checkpoint), "dtype": "float32"},
+            "prefill": {**pool, "tensor_parallel": prefill, "rank_timeout_s": 20},
+            "decode": {
+                **pool,
+                "tensor_parallel": decode,
+                "expert_parallel": experts and decode > 1,
+                "max_batch_size": 4,
+                "rank_timeout_s": 20,
+            },
+            "transfer": times | transfer,
+        }
+    )
+
+
+class Worker:
+    """One worker whose ranks are threads of this process."""
+
+    def __init__(self, role: Role, config: DeploymentConfig, network: InProcessNetwork) -> None:
+        size = (config.prefill if role is Role.PREFILL else config.decode).tensor_parallel
+        store = dist.HashStore() if size > 1 else None
+        self._pool = ThreadPoolExecutor(size, thread_name_prefix="rank")
+        self.followers: list[Future[None]] = [
+            self._pool.submit(
+                follow_in, store, role, config, rank, cluster_token=TOKEN, transport_factory=network.transport
+            )
+            for rank in range(1, size)
+        ]
+        self.worker = assemble_worker(
+            role,
+            f"{role}-0",
+            config,
+            bind_host="127.0.0.1",
+            cluster_token=TOKEN,
+            ranks=store,
+            transport_factory=network.transport,
+        )
+        self.address = self.worker.start()
+
+    def stop(self) -> None:
+        self.worker.stop()
+        self._pool.shutdown()
+
+
+class Pair:
+    """A prefill and a decode worker that know each other."""
+
+    def __init__(self, config: DeploymentConfig, network: InProcessNetwork) -> None:
+        self.prefill = Worker(Role.PREFILL, config, network)
+        self.decode = Worker(Role.DECODE, config, network)
+        for version, side in enumerate((self.decode, self.prefill)):
+            side.worker.set_topology(Topology(1 + version, (self.prefill.address, self.decode.address)))
+        self.until(lambda: all(status.ready for status in self.statuses()), "readiness")
+
+    def statuses(self) -> list[Any]:
+        return [side.worker.status() for side in (self.prefill, self.decode)]
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: {self.statuses()}"
+            time.sleep(0.01)
+
+    def idle(self) -> None:
+        self.until(
+            lambda: all(s.pages_held == s.requests == 0 and s.failed is None for s in self.statuses()), "idle"
+        )
+
+    def stop(self) -> None:
+        self.prefill.stop()
+        self.decode.stop()
+
+
+@pytest.fixture
+def start(checkpoint: Path, router_type: Any) -> Iterator[Callable[..., tuple[Pair, Any]]]:
+    made: list[Any] = []
+
+    def begin(network: InProcessNetwork, *ranks: int, **options: Any) -> tuple[Pair, Any]:
+        pair = Pair(deployment(checkpoint, *ranks, **options), network)
+        made.append(pair)
+        router = router_type()
+        made.append(router)
+        router.connect(pair.prefill.address, pair.decode.address)
+        return pair, router
+
+    yield begin
+    for each in reversed(made):
+        each.stop()
+    named = ("engine", "kv-transfer", "links-", "rank")
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(named)]
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(21)
+    return [torch.randint(2, 128, (length,), generator=generator).tolist() for length in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    """What one rank that computes prompts itself says."""
+    model: Transformer = load_model(checkpoint, torch.float32)
+    margins: list[float] = []
+    logits = model.logits
+
+    def noting(hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(hidden)
+        best = found.topk(2).values
+        margins.extend((best[:, 0] - best[:, 1]).tolist())
+        return found
+
+    model.logits = noting  # type: ignore[method-assign]
+    config = deployment(checkpoint, 1, 1)
+    loop = EngineLoop(model, EngineSettings.resolve(config.decode, SHAPE))
+    params = SamplingParams(max_tokens=OUTPUT, seed=7, temperature=0.0, ignore_eos=True)
+    for index, prompt in enumerate(prompts()):
+        loop.submit(EngineRequest(str(index), 1, RequestKind.COLOCATED, tuple(prompt), sampling=params))
+    texts: list[list[int]] = [[] for _ in PROMPTS]
+    while loop.has_work():
+        for event in loop.step():
+            if isinstance(event, TokensSampled):
+                texts[int(event.request_id)] += event.token_ids
+    assert min(margins) > TIE, "a near tie: choose another seed"
+    assert all(len(set(text)) > 3 for text in texts)
+    return texts
+
+
+def answers(router: Any) -> list[list[int]]:
+    names = [router.generate(prompt, max_tokens=OUTPUT) for prompt in prompts()]
+    router.wait(*names, seconds=60)
+    return [router.requests[name].tokens for name in names]
+
+
+@pytest.mark.parametrize("decode", [1, 2, 4])
+@pytest.mark.parametrize("prefill", [1, 2, 4])
+def test_any_prefill_layout_feeds_any_decode_layout(
+    prefill: int, decode: int, start: Any, expected: list[list[int]]
+) -> None:
+    pair, router = start(InProcessNetwork(), prefill, decode, experts=True)
+    assert answers(router) == expected
+    pair.idle()
+    counters = pair.prefill.worker.status().counters
+    assert counters["writes_done"] == prefill * 2 * sum(-(-(length - 1) // 32) for length in PROMPTS)
