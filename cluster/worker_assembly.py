@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.cluster.rank_assembly import DTYPES, LeaderFollowers, lead, worker_config
 from antiphon.configs.schema import DeploymentConfig, WorkerConfig
 from antiphon.decode_worker.worker import DecodeWorker
 from antiphon.engine.events import KvWritten, PagesReserved, PrefillStarted
