@@ -95,7 +95,7 @@ class Fleet:
         self._metrics.ready_pairs.set(len(self.pairs()))
 
     def unpair(self, prefill_id: str, decode_id: str | None) -> None:
-        """The prefill worker says that it has no connection to the decode worker, until it reports one again."""
+        """The prefill worker has no connection to the decode worker until it reports one again."""
         view = self._workers.get(prefill_id)
         if view is not None and view.report is not None and decode_id is not None:
             peers = {peer: epoch for peer, epoch in view.report.kv_peers.items() if peer != decode_id}
