@@ -95,7 +95,7 @@ def running_sum(rng: Random, split: Split, effort: Effort, words: WordSource) ->
     operator, total, keys = "+", a + b, []
     for _ in range(rng.choice((1, 1, 2))):
         turns.append(AssistantTurn("", sums.solve(a, b, operator)[1]))
-        operator = rng.choice("++-*" if total < 100 else "++-")
+        operator = rng.choice("++-*" if 0 < total < 100 else "++-" if total else "+")
         a, b = total, rng.randint(2, 9) if operator == "*" else rng.randint(1, min(max(total, 1), 99))
         phrasing = pick(rng, RUNNING[operator], split)
         turns.append(UserTurn(fill(phrasing, b=str(b))))
