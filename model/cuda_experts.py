@@ -16,10 +16,10 @@ from antiphon.kernels import portable_moe
 from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.moe.decode import MAX_TOKENS, MoeWorkspace, moe_add_rms_norm, route_grouped
 from antiphon.kernels.moe.fp8_weights import Fp8Experts
+from antiphon.kernels.moe.mixed import MixedWorkspace, RowExponents, moe_mixed
 from antiphon.kernels.moe.prefill import Fp8Workspace, moe_fp8
 from antiphon.kernels.moe.regime import streams_4_bit
 from antiphon.kernels.moe.streamed import StreamedExperts
-from antiphon.kernels.moe.widen import empty_layer, widen_layer
 from antiphon.kernels.reference import ExpertMatrix
 from antiphon.kernels.router import route
 from antiphon.model.config import GptOssConfig
@@ -71,25 +71,26 @@ class PortableExpertLayers:
 
 
 class HopperExpertLayers:
-    """The kernels made for GPT-OSS on sm_90: 4 bits streamed for few tokens, FP8 tiles for many.
+    """The kernels made for GPT-OSS on sm_90: 4 bits streamed for few tokens, e4m3 products for many.
 
     Args:
-        resident_fp8: hold every layer's FP8 tiles beside the 4-bit weights; otherwise one layer at a time is
-            widened into scratch memory before its grouped GEMM (the choice where FP8 does not fit).
+        resident_fp8: hold every layer's FP8 tiles beside the 4-bit weights and multiply long chunks by them;
+            otherwise the grouped GEMM widens the 4-bit weights itself.
     """
 
     def __init__(self, config: GptOssConfig, device: torch.device, resident_fp8: bool) -> None:
         self._config = config
         self._device = device
         self.resident_fp8 = resident_fp8
-        self.inexact_tiles = 0
-        """Tiles of 128 x 128 that lost a value when they were widened to FP8 at load."""
-        self.tiles = 0
+        self.inexact_blocks = 0
+        """Blocks of 32 weights (resident FP8: tiles of 128 x 128) that may lose bits in e4m3."""
+        self.blocks = 0
         self._routers: list[tuple[Tensor, Tensor]] = []
         self._streamed: list[StreamedExperts] = []
+        self._exponents: list[RowExponents] = []
         self._fp8: list[Fp8Experts] = []
-        self._scratch: Fp8Experts | None = None
         self._workspace = MoeWorkspace(MAX_TOKENS, config.num_experts, device)
+        self._mixed_workspace: MixedWorkspace | None = None
         self._fp8_workspace: Fp8Workspace | None = None
 
     def add_layer(self, experts: CheckpointExperts) -> None:
@@ -101,8 +102,13 @@ class HopperExpertLayers:
             layer = Fp8Experts.from_checkpoint(*matrices)
             self._fp8.append(layer)
             for matrix in (layer.gate_up, layer.down):
-                self.inexact_tiles += matrix.inexact_tiles
-                self.tiles += matrix.tiles
+                self.inexact_blocks += matrix.inexact_tiles
+                self.blocks += matrix.tiles
+            return
+        exponents = RowExponents.from_checkpoint(experts.gate_up, experts.down)
+        self._exponents.append(exponents)
+        self.inexact_blocks += exponents.inexact_blocks
+        self.blocks += exponents.blocks
 
     def forward(self, layer: int, x: Tensor, normed: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:
         """See ``ExpertLayers``."""
@@ -116,19 +122,20 @@ class HopperExpertLayers:
             )
             return x, normed
         ids, weights = route(normed, gate_weight, gate_bias, config.experts_per_token)
-        out = moe_fp8(normed, ids, weights, self._fp8_layer(layer), self._fp8_buffers(x.shape[0]))
+        if self.resident_fp8:
+            out = moe_fp8(normed, ids, weights, self._fp8[layer], self._fp8_buffers(x.shape[0]))
+        else:
+            out = moe_mixed(
+                *(normed, ids, weights, self._streamed[layer], self._exponents[layer]),
+                self._mixed_buffers(x.shape[0]),
+            )
         return x, add_rms_norm_(out, x, following_norm, config.rms_norm_eps)
 
-    def _fp8_layer(self, layer: int) -> Fp8Experts:
-        if self.resident_fp8:
-            return self._fp8[layer]
-        streamed = self._streamed[layer]
-        if self._scratch is None:
-            self._scratch = empty_layer(streamed)
-        widen_layer(streamed, self._scratch)
-        return Fp8Experts(
-            self._scratch.gate_up, streamed.gate_up_bias, self._scratch.down, streamed.down_bias
-        )
+    def _mixed_buffers(self, tokens: int) -> MixedWorkspace:
+        """Buffers for the largest chunk seen; steps of one size, the usual case, allocate once."""
+        if self._mixed_workspace is None or self._mixed_workspace.max_tokens < tokens:
+            self._mixed_workspace = MixedWorkspace(tokens, self._config.num_experts, self._device)
+        return self._mixed_workspace
 
     def _fp8_buffers(self, tokens: int) -> Fp8Workspace:
         """Buffers for the largest chunk seen; steps of one size, the usual case, allocate once."""
