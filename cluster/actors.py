@@ -182,7 +182,7 @@ class RouterActor:
         self._server = RouterServer(self._config, self._served_model, formatter, gateway)
         await self._server.start()
         self._server.set_topology(topology)
-        return WorkerAddress(self._worker_id, Role.ROUTER, new_epoch(), self._reachable_url(self._server.url))
+        return WorkerAddress(self._worker_id, Role.ROUTER, gateway.epoch, self._reachable_url(self._server.url))
 
     def _reachable_url(self, url: str) -> str:
         """``url``, with this node's address where the server listens on all of them."""
@@ -205,7 +205,9 @@ class RouterActor:
         if server is None:
             return ProcessStatus(self._worker_id, False, "starting", None, 0, 0)
         detail = "" if server.ready else "no ready pair of a prefill and a decode worker"
-        return ProcessStatus(self._worker_id, server.ready, detail, None, server.open_requests, 0)
+        return ProcessStatus(
+            self._worker_id, server.ready, detail, None, server.open_requests, 0, pairs=server.pairs
+        )
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new, let open requests finish within the time, end the rest, stop listening."""

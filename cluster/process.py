@@ -36,6 +36,8 @@ class ProcessStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pages_held: int
     overdue_writers: tuple[tuple[str, int], ...] = ()
     """(worker id, epoch) of peers that may still write pages here though their lease has run out."""
+    pairs: tuple[tuple[str, str], ...] = ()
+    """Router only: (prefill, decode) ids of workers that it sends requests to."""
 
 
 class ProcessHandle(Protocol):
@@ -68,3 +70,9 @@ class Launcher(Protocol):
 
     def launch(self, spec: ProcessSpec) -> ProcessHandle:
         """A new life of ``spec``, not started yet; returns at once."""
+
+    async def make_room(self, spec: ProcessSpec) -> None:
+        """Reserve what a process beyond the plan needs. Raises StartFailed when there is no room for it."""
+
+    def free_room(self, spec: ProcessSpec) -> None:
+        """Give back what ``make_room`` reserved; harmless for a process of the plan."""

@@ -1,70 +1,38 @@
-"""Keeps every process of a deployment alive and tells each of them who else is.
+"""Keeps every process of a deployment alive, tells each of them who else is, and changes how many there are.
 
-Life of one member, from launch to the end of the deployment:
-
-    STARTING --start() returned--> RUNNING --gone, failed or silent for a lease--> LOST
-        ^                                                                            |
-        +------------------------------ after a backoff -----------------------------+
-
-A change of RUNNING members is a new version of the topology and is pushed to all of them. A member that is
-lost is killed before the topology without it is published: a peer that reads of its death may rely on it
-that this life writes nothing any more.
+A change of the members that are up is a new version of the topology and is pushed to all of them. Routers are
+in it as well: a worker ends the requests of a router that has left it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 import structlog
 
-from antiphon.cluster.process import Launcher, ProcessDied, ProcessHandle, ProcessStatus, StartFailed
+from antiphon.cluster.member import Member, MemberLives, MemberState, drain_and_stop
+from antiphon.cluster.process import Launcher, ProcessDied, ProcessStatus, StartFailed
 from antiphon.cluster.process_plan import ProcessSpec
-from antiphon.protocol.identity import Role, Topology, WorkerAddress
+from antiphon.protocol.errors import AntiphonError
+from antiphon.protocol.identity import Role, Topology
 
 log = structlog.get_logger("antiphon.supervisor")
 
-FIRST_BACKOFF_S = 0.5
-LONGEST_BACKOFF_S = 30.0
-STOP_GRACE_S = 5.0
-"""What a process gets, beyond the time to drain, to end its threads and links before it is killed."""
-
-STEADY_S = 60.0
-"""A member that ran for this long starts again without a history of failures."""
+SETTLE_POLL_S = 0.05
 
 
-class MemberState(StrEnum):
-    """Where a member stands; the moves are drawn above."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    LOST = "lost"
+def another_of(spec: ProcessSpec, taken: Collection[str]) -> ProcessSpec:
+    """One more process like this one, under the first id of its role that is not taken."""
+    worker_id = next(name for i in itertools.count() if (name := f"{spec.role}-{i}") not in taken)
+    return replace(spec, worker_id=worker_id)
 
 
-@dataclass(slots=True)
-class Member:
-    """One process of the plan over all its lives."""
-
-    spec: ProcessSpec
-    state: MemberState = MemberState.STARTING
-    handle: ProcessHandle | None = None
-    address: WorkerAddress | None = None
-    status: ProcessStatus | None = None
-    told_version: int = -1
-    """Version of the topology that this life has confirmed."""
-    failures: int = 0
-    """Lives lost in a row."""
-    restarts: int = 0
-    """Lives after the first."""
-    started: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-def restart_delay_s(failures: int) -> float:
-    """Seconds to wait before the next life, after ``failures`` lives lost in a row (at least 1)."""
-    return float(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(failures - 1, 16)))
+class OperationFailed(AntiphonError):
+    """A change of the deployment was not carried out, or not to its end; the message says how far it came."""
 
 
 class Supervisor:
@@ -80,18 +48,24 @@ class Supervisor:
         self._members = {spec.worker_id: Member(spec) for spec in specs}
         self._topology = Topology(0, ())
         self._changed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._publishing: asyncio.Task[None] | None = None
         self._fatal: asyncio.Future[None] | None = None
+        self._operation = asyncio.Lock()
+        """Held by whoever changes the set of members or restarts them on purpose."""
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """All members, in the order of the plan."""
+        """All members, in the order of the plan; later ones at the end."""
         return tuple(self._members.values())
 
     @property
     def topology(self) -> Topology:
-        """The workers that run now."""
+        """The workers and routers that run now."""
         return self._topology
+
+    def of_role(self, role: Role) -> list[Member]:
+        """Members of one role that are not on their way out."""
+        return [m for m in self._members.values() if m.spec.role is role and not m.retired]
 
     async def start(self) -> None:
         """Start every member and return once all of them run.
@@ -100,8 +74,9 @@ class Supervisor:
             StartFailed: a first life could not start; nothing more will be tried.
         """
         self._fatal = asyncio.get_running_loop().create_future()
-        self._tasks = [asyncio.create_task(self._keep_alive(member)) for member in self.members]
-        self._tasks.append(asyncio.create_task(self._publish_changes()))
+        self._publishing = asyncio.create_task(self._publish_changes())
+        for member in self.members:
+            self._keep_alive(member)
         everyone = asyncio.create_task(self._all_started())
         try:
             await asyncio.wait([everyone, self._fatal], return_when=asyncio.FIRST_COMPLETED)
@@ -122,143 +97,166 @@ class Supervisor:
 
     async def stop(self, drain_timeout_s: float) -> bool:
         """Drain routers, then workers, and end every process; True when nothing had to be cut off."""
-        for task in self._tasks:
+        tasks = [m.task for m in self.members if m.task is not None]
+        tasks += [self._publishing] if self._publishing is not None else []
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         deadline = time.monotonic() + drain_timeout_s
         clean = True
         try:
             for roles in ((Role.ROUTER,), (Role.DECODE, Role.PREFILL)):
-                running = [m for m in self.members if m.spec.role in roles and m.state is MemberState.RUNNING]
-                clean &= all(await asyncio.gather(*(self._end(m, deadline) for m in running)))
+                running = [m for m in self.members if m.spec.role in roles and m.up]
+                left_s = max(0.0, deadline - time.monotonic())
+                clean &= all(await asyncio.gather(*(drain_and_stop(m, left_s) for m in running)))
         finally:  # a second signal cancels the draining, and nothing may be left behind all the same
             for member in self.members:
                 if member.handle is not None:
                     member.handle.kill()
         return clean
 
-    async def _end(self, member: Member, deadline: float) -> bool:
-        """Drain and stop one running member; a dead or stuck one is reported, not raised."""
-        if member.handle is None:
-            return True
-        left_s = max(0.0, deadline - time.monotonic())
-        try:
-            async with asyncio.timeout(left_s + STOP_GRACE_S):
-                drained = await member.handle.drain(left_s)
-                await member.handle.stop()
-        except (ProcessDied, TimeoutError) as error:
-            log.warning("unclean stop", worker_id=member.spec.worker_id, reason=str(error) or "timed out")
-            return False
-        return drained
+    # ------------------------------------------------------------------------------------------ operations
 
-    async def _keep_alive(self, member: Member) -> None:
-        """Run one member's lives one after another."""
-        worker_id = member.spec.worker_id
-        while True:
-            began = time.monotonic()
-            member.state = MemberState.STARTING
-            member.handle = self._launcher.launch(member.spec)
-            try:
-                member.address = await self._bring_up(member, member.handle)
-                member.state = MemberState.RUNNING
-                self._topology_changed()
-                member.started.set()
-                log.info("running", worker_id=worker_id, epoch=member.address.epoch)
-                reason = await self._until_lost(member, member.handle)
-            except StartFailed as error:
-                if not member.started.is_set():
-                    self._give_up(StartFailed(f"{worker_id}: {error}"))
-                    return
-                reason = str(error)
-            except ProcessDied as error:
-                reason = str(error)
-            except Exception as error:  # a defect of the supervisor itself must not end in silence
-                self._give_up(error)
-                raise
+    async def scale(self, role: Role, replicas: int, drain_timeout_s: float) -> None:
+        """Make a pool this large: start members and wait until they serve, or drain and end the youngest.
+
+        Raises:
+            OperationFailed: no such size, or a new member could not start.
+        """
+        if replicas < 1:
+            raise OperationFailed(f"{role}={replicas}: a deployment needs at least one {role} process")
+        async with self._operation:
+            await self._scale(role, replicas, drain_timeout_s)
+
+    async def roll(self, drain_timeout_s: float) -> int:
+        """Restart every process, one at a time, while the others serve; how many there were.
+
+        A pool of one worker gets a second one for the time being, where there is room for it. A single router
+        cannot be doubled, because both would need its port: clients find nobody while it restarts.
+
+        Raises:
+            OperationFailed: a process did not come back.
+        """
+        async with self._operation:
+            restarted = 0
+            for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
+                originals = self.of_role(role)
+                alone = len(originals) == 1 and role is not Role.ROUTER
+                if alone:
+                    await self._scale(role, 2, drain_timeout_s)
+                for member in originals:
+                    await self._restart(member, drain_timeout_s)
+                    restarted += 1
+                if alone:
+                    await self._scale(role, 1, drain_timeout_s)
+            return restarted
+
+    async def _scale(self, role: Role, replicas: int, drain_timeout_s: float) -> None:
+        members = self.of_role(role)
+        log.info("scaling", role=role, now=len(members), wanted=replicas)
+        added = [await self._add(members[0].spec) for _ in range(len(members), replicas)]
+        for member in added:
+            await self._serves(member)
+        await asyncio.gather(*(self._retire(member, drain_timeout_s) for member in members[replicas:]))
+
+    async def _add(self, like: ProcessSpec) -> Member:
+        spec = another_of(like, {m.spec.worker_id for m in self.members})
+        try:
+            await self._launcher.make_room(spec)
+        except StartFailed as error:
+            raise OperationFailed(f"{spec.worker_id}: {error}") from error
+        member = self._members[spec.worker_id] = Member(spec, essential=False)
+        self._keep_alive(member)
+        return member
+
+    async def _retire(self, member: Member, drain_timeout_s: float) -> None:
+        member.retired = True
+        await self._end(member, drain_timeout_s)
+        if member.task is not None:
+            await member.task
+        self._forget(member)
+
+    def _forget(self, member: Member) -> None:
+        del self._members[member.spec.worker_id]
+        self._launcher.free_room(member.spec)
+
+    async def _restart(self, member: Member, drain_timeout_s: float) -> None:
+        log.info("restarting", worker_id=member.spec.worker_id)
+        if member.state is MemberState.RUNNING:
+            await self._end(member, drain_timeout_s)
+        await self._serves(member)
+
+    async def _end(self, member: Member, drain_timeout_s: float) -> None:
+        """Drain one life and end it; its watch sees the end and goes on from there."""
+        member.asked_to_end = True
+        if member.state is MemberState.RUNNING:
+            member.state = MemberState.DRAINING
+            if not await drain_and_stop(member, drain_timeout_s):
+                log.warning("drain cut short", worker_id=member.spec.worker_id, after_s=drain_timeout_s)
+        if member.handle is not None:
             member.handle.kill()
             await member.handle.wait_dead()
-            member.state, member.address, member.status, member.told_version = (
-                MemberState.LOST,
-                None,
-                None,
-                -1,
-            )
-            self._topology_changed()
-            member.failures = 1 if time.monotonic() - began > STEADY_S else member.failures + 1
-            delay_s = restart_delay_s(member.failures)
-            log.warning("lost", worker_id=worker_id, reason=reason, restart_in_s=delay_s)
-            await asyncio.sleep(delay_s)
-            member.restarts += 1
 
-    async def _bring_up(self, member: Member, handle: ProcessHandle) -> WorkerAddress:
-        """Start one life; its death while it starts is an error at once."""
-        starting = asyncio.ensure_future(handle.start(self._topology))
-        dead = asyncio.ensure_future(handle.wait_dead())
-        try:
-            await asyncio.wait({starting, dead}, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                raise ProcessDied(f"died while starting: {dead.result()}")
-            return starting.result()
-        finally:
-            starting.cancel()
-            dead.cancel()
+    async def _serves(self, member: Member) -> None:
+        """Wait until a member does its part and, for a worker, until every router that runs knows it."""
+        while not (member.state is MemberState.RUNNING and member.status is not None and member.status.ready):
+            if member.start_error is not None:
+                self._forget(member)
+                raise OperationFailed(f"{member.spec.worker_id}: {member.start_error}")
+            await asyncio.sleep(SETTLE_POLL_S)
+        worker_id = member.spec.worker_id
+        while member.spec.role is not Role.ROUTER:
+            routers = [m for m in self.of_role(Role.ROUTER) if m.state is MemberState.RUNNING]
+            if all(
+                m.told_version == self._topology.version
+                and m.status is not None
+                and any(worker_id in pair for pair in m.status.pairs)
+                for m in routers
+            ):
+                return
+            await asyncio.sleep(SETTLE_POLL_S)
 
-    async def _until_lost(self, member: Member, handle: ProcessHandle) -> str:
-        """Watch a running life; return why it must be replaced."""
-        dead = asyncio.ensure_future(handle.wait_dead())
-        heard = time.monotonic()
-        try:
-            while not dead.done():
-                try:
-                    async with asyncio.timeout(self._lease_s):
-                        member.status = await handle.status()
-                    heard = time.monotonic()
-                except TimeoutError:
-                    pass
-                except ProcessDied as error:
-                    return str(error)
-                silent_s = time.monotonic() - heard
-                if silent_s >= self._lease_s:
-                    return f"silent for {silent_s:.1f} s, longer than its lease"
-                if member.status is not None and member.status.failed is not None:
-                    return member.status.failed
-                self._kill_overdue_writers(member.status)
-                if member.told_version != self._topology.version:
-                    self._changed.set()
-                await asyncio.wait({dead}, timeout=self._heartbeat_s)
-            return dead.result()
-        finally:
-            dead.cancel()
+    # ---------------------------------------------------------------------------------------- MemberWatcher
 
-    def _kill_overdue_writers(self, status: ProcessStatus | None) -> None:
-        """End lives that hold the right to write a peer's pages longer than their lease."""
-        for worker_id, epoch in status.overdue_writers if status is not None else ():
+    def on_change(self) -> None:
+        """See MemberWatcher."""
+        workers = tuple(m.address for m in self.members if m.address is not None)
+        if workers != self._topology.workers:
+            self._topology = Topology(self._topology.version + 1, workers)
+            self._changed.set()
+
+    def on_status(self, member: Member, status: ProcessStatus) -> None:
+        """See MemberWatcher. Ends lives that may write a peer's pages for longer than their lease."""
+        for worker_id, epoch in status.overdue_writers:
             writer = self._members.get(worker_id)
             if writer is None or writer.handle is None or writer.address is None:
                 continue
             if writer.address.epoch == epoch:
                 log.warning("killing a writer past its lease", worker_id=worker_id, epoch=epoch)
                 writer.handle.kill()
-
-    def _topology_changed(self) -> None:
-        workers = tuple(
-            m.address for m in self.members if m.address is not None and m.spec.role is not Role.ROUTER
-        )
-        if workers != self._topology.workers:
-            self._topology = Topology(self._topology.version + 1, workers)
+        if member.told_version != self._topology.version:
             self._changed.set()
 
+    def on_fatal(self, error: Exception) -> None:
+        """See MemberWatcher."""
+        if self._fatal is not None and not self._fatal.done():
+            self._fatal.set_exception(error)
+
+    # -------------------------------------------------------------------------------------------- topology
+
+    def _keep_alive(self, member: Member) -> None:
+        lives = MemberLives(
+            member, self._launcher, self, lease_s=self._lease_s, heartbeat_s=self._heartbeat_s
+        )
+        member.task = asyncio.create_task(lives.run())
+
     async def _publish_changes(self) -> None:
-        """Push each new topology to every running member; one that missed it is told again."""
+        """Push each new topology to every member that is up; one that missed it is told again."""
         while True:
             await self._changed.wait()
             self._changed.clear()
             topology = self._topology
-            behind = [
-                m
-                for m in self.members
-                if m.state is MemberState.RUNNING and m.told_version != topology.version
-            ]
+            behind = [m for m in self.members if m.up and m.told_version != topology.version]
             await asyncio.gather(*(self._tell(member, topology) for member in behind))
 
     async def _tell(self, member: Member, topology: Topology) -> None:
@@ -274,7 +272,3 @@ class Supervisor:
         else:
             if member.handle is handle:  # not a later life, which has heard nothing yet
                 member.told_version = topology.version
-
-    def _give_up(self, error: Exception) -> None:
-        if self._fatal is not None and not self._fatal.done():
-            self._fatal.set_exception(error)

@@ -80,6 +80,11 @@ class RouterServer:
         return self._context is not None and not self._draining and self._context.dispatcher.ready
 
     @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """(prefill, decode) ids of workers that requests are sent to."""
+        return tuple(self._context.dispatcher.fleet.pairs()) if self._context is not None else ()
+
+    @property
     def open_requests(self) -> int:
         """Choices that hold or wait for an admission slot."""
         if self._context is None:

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from antiphon.cluster import supervisor as supervisor_module
+from antiphon.cluster import member as member_module
+from antiphon.cluster.member import LONGEST_BACKOFF_S, MemberState, restart_delay_s
 from antiphon.cluster.process import ProcessDied, ProcessStatus, StartFailed
 from antiphon.cluster.process_plan import ProcessSpec
-from antiphon.cluster.supervisor import LONGEST_BACKOFF_S, MemberState, Supervisor, restart_delay_s
+from antiphon.cluster.supervisor import OperationFailed, Supervisor
 from antiphon.protocol.identity import Role, Topology, WorkerAddress
 
 LEASE_S = 0.3
@@ -67,7 +68,16 @@ class FakeProcess:
         self.check_alive()
         if self.silent:
             await asyncio.Event().wait()
-        return ProcessStatus(self.spec.worker_id, True, "", self.failed, 0, 0, self.overdue)
+        return ProcessStatus(self.spec.worker_id, True, "", self.failed, 0, 0, self.overdue, self.pairs())
+
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """A router sends requests to every worker that it was told of."""
+        known = self.topologies[-1] if self.topologies else Topology(0, ())
+        return tuple(
+            (p.worker_id, d.worker_id)
+            for p in known.of_role(Role.PREFILL)
+            for d in known.of_role(Role.DECODE)
+        )
 
     async def drain(self, timeout_s: float) -> bool:
         self.check_alive()
@@ -94,6 +104,7 @@ class FakeLauncher:
         self.lives: dict[str, list[FakeProcess]] = {}
         self.journal: list[tuple[str, str, int]] = []
         self.prepare: Callable[[FakeProcess], None] = lambda process: None
+        self.room = 8
         self._epochs = 0
 
     def launch(self, spec: ProcessSpec) -> FakeProcess:
@@ -103,13 +114,21 @@ class FakeLauncher:
         self.lives.setdefault(spec.worker_id, []).append(process)
         return process
 
+    async def make_room(self, spec: ProcessSpec) -> None:
+        if self.room == 0:
+            raise StartFailed("the cluster has no room")
+        self.room -= 1
+
+    def free_room(self, spec: ProcessSpec) -> None:
+        self.room += 1
+
     def life(self, worker_id: str) -> FakeProcess:
         return self.lives[worker_id][-1]
 
 
 @pytest.fixture(autouse=True)
 def quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(member_module, "FIRST_BACKOFF_S", 0.01)
 
 
 @asynccontextmanager
@@ -141,12 +160,12 @@ async def test_every_worker_is_told_of_every_other() -> None:
     async with supervised(launcher) as supervisor:
         await eventually(
             lambda: all(
-                lives[-1].topologies and len(lives[-1].topologies[-1].workers) == 2
+                lives[-1].topologies and len(lives[-1].topologies[-1].workers) == 3
                 for lives in launcher.lives.values()
             ),
             "the full topology at every process, the router included",
         )
-        assert {w.role for w in supervisor.topology.workers} == {Role.PREFILL, Role.DECODE}
+        assert {w.role for w in supervisor.topology.workers} == set(Role)
         assert all(member.state is MemberState.RUNNING for member in supervisor.members)
 
 
@@ -297,8 +316,94 @@ async def test_a_cancelled_stop_still_kills_everything() -> None:
     assert all(life.death.done() for lives in launcher.lives.values() for life in lives)
 
 
+def running(supervisor: Supervisor) -> set[str]:
+    return {m.spec.worker_id for m in supervisor.members if m.state is MemberState.RUNNING}
+
+
+async def test_a_pool_grows_and_shrinks_at_run_time() -> None:
+    launcher = FakeLauncher()
+    async with supervised(launcher) as supervisor:
+        await supervisor.scale(Role.PREFILL, 3, 1.0)
+        assert running(supervisor) == {"prefill-0", "prefill-1", "prefill-2", "decode-0", "router-0"}
+        assert {"prefill-1", "prefill-2"} <= {p for p, _ in launcher.life("router-0").pairs()}
+        await supervisor.scale(Role.PREFILL, 1, 1.0)
+        assert running(supervisor) == {"prefill-0", "decode-0", "router-0"}
+        assert set(epochs(supervisor.topology)) == {"prefill-0", "decode-0", "router-0"}
+        assert launcher.room == 8
+        for name in ("prefill-1", "prefill-2"):
+            ended = launcher.life(name)
+            assert ended.death.done()
+            whole = [what for what, who, _ in launcher.journal if who == name and not what.startswith("told")]
+            assert whole == ["start", "drain", "stop", "kill"]
+        assert not launcher.life("prefill-0").death.done()
+
+
+async def test_a_pool_that_cannot_grow_says_why_and_the_deployment_goes_on() -> None:
+    launcher = FakeLauncher()
+    async with supervised(launcher) as supervisor:
+        launcher.room = 0
+        with pytest.raises(OperationFailed, match="decode-1: the cluster has no room"):
+            await supervisor.scale(Role.DECODE, 2, 1.0)
+        launcher.room = 1
+        launcher.prepare = lambda process: setattr(process, "start_error", StartFailed("no such file"))
+        with pytest.raises(OperationFailed, match="decode-1: no such file"):
+            await supervisor.scale(Role.DECODE, 2, 1.0)
+        assert launcher.room == 1
+        with pytest.raises(OperationFailed, match="decode=0"):
+            await supervisor.scale(Role.DECODE, 0, 1.0)
+        assert running(supervisor) == {"prefill-0", "decode-0", "router-0"}
+
+
+async def test_a_roll_restarts_everything_and_never_leaves_a_role_of_workers_empty() -> None:
+    launcher = FakeLauncher()
+    async with supervised(launcher) as supervisor:
+        before = epochs(supervisor.topology)
+        fewest = dict.fromkeys((Role.PREFILL, Role.DECODE), 10)
+
+        async def watch() -> None:
+            while True:
+                for role in fewest:
+                    up = [
+                        m
+                        for m in supervisor.members
+                        if m.spec.role is role and m.state is MemberState.RUNNING
+                    ]
+                    fewest[role] = min(fewest[role], len(up))
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        assert await supervisor.roll(1.0) == 3
+        watching.cancel()
+        assert fewest == {Role.PREFILL: 1, Role.DECODE: 1}
+        after = epochs(supervisor.topology)
+        assert set(after) == set(before)
+        assert all(after[name] != before[name] for name in before)
+        assert all(member.failures == 0 for member in supervisor.members)
+
+
+async def test_a_drain_that_takes_too_long_is_cut_short_and_the_roll_goes_on() -> None:
+    launcher = FakeLauncher()
+    async with supervised(launcher) as supervisor:
+        first = launcher.life("decode-0")
+        first.drain_s = 60.0
+        assert await supervisor.roll(0.02) == 3
+        assert first.death.done()
+
+
+async def test_a_member_that_dies_while_it_drains_comes_back() -> None:
+    launcher = FakeLauncher()
+    async with supervised(launcher) as supervisor:
+        first = launcher.life("prefill-0")
+        first.drain_s = 5.0
+        rolling = asyncio.create_task(supervisor.roll(5.0))
+        await eventually(lambda: any(what == "drain" for what, _, _ in launcher.journal), "the drain")
+        first.death.set_result("exit code 9")
+        await asyncio.wait_for(rolling, 10)
+        assert "prefill-0" in running(supervisor)
+
+
 def test_backoff_doubles_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "FIRST_BACKOFF_S", 0.5)
+    monkeypatch.setattr(member_module, "FIRST_BACKOFF_S", 0.5)
     delays = [restart_delay_s(failures) for failures in range(1, 10)]
     assert delays[:4] == [0.5, 1.0, 2.0, 4.0]
     assert delays[-1] == LONGEST_BACKOFF_S
