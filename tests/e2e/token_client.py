@@ -98,6 +98,10 @@ class Workers:
         assert member.status is not None
         return member.status
 
+    def epochs(self) -> dict[str, int]:
+        """Worker id -> its present life, of the workers that run."""
+        return {worker.worker_id: worker.epoch for worker in self._supervisor.topology.workers}
+
     async def idle(self) -> Mapping[Role, ProcessStatus]:
         """Wait until both workers say that they hold nothing."""
         async with asyncio.timeout(60):
