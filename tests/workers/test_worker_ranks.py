@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,15 +21,19 @@ from antiphon.engine.events import TokensSampled
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.requests import EngineRequest, RequestKind
 from antiphon.engine.settings import EngineSettings
-from antiphon.kv_transfer.in_process import InProcessNetwork
+from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
+from antiphon.kv_transfer.plan import GroupLayout, Shard, plan_runs
+from antiphon.kv_transfer.probe import probe_page
 from antiphon.model.checkpoint.layout import Layout
 from antiphon.model.checkpoint.load import load_model
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.checkpoint.write import write_checkpoint
 from antiphon.model.config import GptOssConfig
 from antiphon.model.transformer import Transformer
+from antiphon.protocol.codec import decode
+from antiphon.protocol.errors import RankLostError
 from antiphon.protocol.identity import Role, Topology
-from antiphon.protocol.messages import SamplingParams
+from antiphon.protocol.messages import SamplingParams, WriteDone
 
 TOKEN = "a cluster token for tests"
 TIE = 1e-3
@@ -104,6 +109,9 @@ class Worker:
     def stop(self) -> None:
         self.worker.stop()
         self._pool.shutdown()
+        for follower in self.followers:
+            if follower.exception() is not None:
+                assert isinstance(follower.exception(), RankLostError)
 
 
 class Pair:
@@ -204,3 +212,72 @@ def test_any_prefill_layout_feeds_any_decode_layout(
     pair.idle()
     counters = pair.prefill.worker.status().counters
     assert counters["writes_done"] == prefill * 2 * sum(-(-(length - 1) // 32) for length in PROMPTS)
+
+
+def of_rank(rank: int) -> Callable[[bytes], bool]:
+    """Picks notifications of one rank's KV."""
+
+    def match(payload: bytes) -> bool:
+        message = decode(payload) if payload else None
+        return isinstance(message, WriteDone) and message.key.source_rank == rank
+
+    return match
+
+
+def test_a_lost_notification_of_another_rank_is_repeated(start: Any, expected: list[list[int]]) -> None:
+    network = InProcessNetwork()
+    pair, router = start(network, 2, 1, completion_timeout_s=0.4)
+    network.inject(Fault.LOSE_NOTIFICATION, count=2, match=of_rank(1))
+    assert answers(router) == expected
+    pair.idle()
+    assert network.happened[Fault.LOSE_NOTIFICATION] == 2
+    assert pair.prefill.worker.status().counters["notifications_repeated"] >= 2
+    assert all(outcome.attempts == [1] for outcome in router.requests.values())
+
+
+def test_a_failed_write_of_another_rank_is_computed_again(start: Any, expected: list[list[int]]) -> None:
+    network = InProcessNetwork()
+    pair, router = start(network, 2, 1)
+    network.inject(Fault.FAIL_WRITE, match=of_rank(1))
+    assert answers(router) == expected
+    pair.idle()
+    assert sorted(len(outcome.attempts) for outcome in router.requests.values()) == [1, 1, 2]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_rank_whose_transfers_die_ends_its_worker(role: str, start: Any) -> None:
+    network = InProcessNetwork()
+    pair, _ = start(network, 2, 2)
+    side = getattr(pair, role)
+    network.kill(f"{role}-0/{side.address.epoch:x}/1")
+    pair.until(lambda: side.worker.status().failed is not None, "the end of the worker")
+    assert re.search(rf"RankLostError: {role}-0/1: its link ended", side.worker.status().failed)
+    assert not side.worker.status().ready
+
+
+def test_a_rank_that_leaves_ends_its_worker_while_nothing_is_asked(start: Any, checkpoint: Path) -> None:
+    pair, router = start(InProcessNetwork(), 1, 2)
+    group = pair.decode.worker._kv._followers._leader._group
+    group.control.close()  # as the other end of a connection whose process is gone
+    name = router.generate(prompts()[0])
+    pair.until(lambda: pair.decode.worker.status().failed is not None, "the end of the worker")
+    assert "RankLostError" in pair.decode.worker.status().failed
+    router.abort(name)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(1, 2), (4, 2), (2, 4)])
+def test_a_probe_shows_a_head_in_the_wrong_place(mine: int, theirs: int) -> None:
+    layout = GroupLayout(layers=2, kv_heads=4, head_bytes=32)
+    target = bytearray(layout.page_bytes(Shard(theirs, 0)))
+    for swapped in (False, True):
+        for rank in range(mine):
+            source = probe_page(7, "full", layout, Shard(mine, rank))
+            if swapped:
+                source = source[len(source) // 2 :] + source[: len(source) // 2]
+            for begin, to, length in plan_runs(
+                layout, Shard(mine, rank), Shard(theirs, 0), [(0, 0)], range(2)
+            ).tolist():
+                target[to : to + length] = source[begin : begin + length]
+        assert (bytes(target) == probe_page(7, "full", layout, Shard(theirs, 0))) is not swapped
+    assert probe_page(7, "full", layout, Shard(1, 0)) != probe_page(9, "full", layout, Shard(1, 0))
+    assert probe_page(7, "full", layout, Shard(1, 0)) != probe_page(7, "sliding", layout, Shard(1, 0))
