@@ -17,7 +17,7 @@ from antiphon.cluster.process import ProcessStatus
 from antiphon.cluster.rank_actor import gpu_of_this_process, see_gpus
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import AntiphonError
-from antiphon.protocol.identity import Role, Topology, WorkerAddress, new_epoch
+from antiphon.protocol.identity import Role, Topology, WorkerAddress
 from antiphon.router.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -182,7 +182,8 @@ class RouterActor:
         self._server = RouterServer(self._config, self._served_model, formatter, gateway)
         await self._server.start()
         self._server.set_topology(topology)
-        return WorkerAddress(self._worker_id, Role.ROUTER, gateway.epoch, self._reachable_url(self._server.url))
+        url = self._reachable_url(self._server.url)
+        return WorkerAddress(self._worker_id, Role.ROUTER, gateway.epoch, url)
 
     def _reachable_url(self, url: str) -> str:
         """``url``, with this node's address where the server listens on all of them."""
