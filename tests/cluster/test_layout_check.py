@@ -1,0 +1,125 @@
+"""What a deployment takes is known, and what cannot be had is refused with both values, before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+import torch
+
+from antiphon.cluster.cli_config import check_file
+from antiphon.cluster.deployment import check_gpus_are_here
+from antiphon.cluster.layout_check import GIB, check_memory, gpus_of, rank_needs
+from antiphon.cluster.process_plan import plan_processes
+from antiphon.configs.schema import DeploymentConfig, load_deployment
+from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.model.config import PRESETS
+from antiphon.model.transformer import Transformer
+from antiphon.protocol.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SHIPPED = {
+    "local-cpu": 0,
+    "local-cpu-ranks": 0,
+    "one-gpu-20b": 1,
+    "two-gpus-20b": 2,
+    "two-gpus-120b": 2,
+    "eight-gpus-120b": 8,
+    "eight-gpus-120b-many-prompts": 8,
+    "several-nodes-120b": 16,
+}
+
+
+def config(model: str = "openai/gpt-oss-120b", **sections: Any) -> DeploymentConfig:
+    pools = {"prefill": {"device": "cuda"}, "decode": {"device": "cuda"}}
+    for name, pool in pools.items():
+        pool.update(sections.pop(name, {}))
+    return DeploymentConfig.model_validate({"model": {"path": model}, **pools, **sections})
+
+
+def test_every_deployment_that_comes_with_the_project_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SHIPPED)
+    for name, gpus in SHIPPED.items():
+        path = CONFIGS / f"{name}.yaml"
+        deployment = load_deployment(path)
+        needs = rank_needs(deployment, PRESETS[deployment.model.path.rpartition("/")[2]])
+        check_memory(needs)
+        assert gpus_of(needs) == gpus
+    check_file(CONFIGS / "eight-gpus-120b.yaml", 139, 8)
+    printed = capsys.readouterr().out
+    assert "decode   EP4 TP4      4" in printed
+    assert "8 GPUs of 139 GiB: prefill-0 (4 ranks), decode-0 (4 ranks), router-0" in printed
+
+
+def test_what_a_cpu_rank_takes_is_what_it_then_holds() -> None:
+    cache = {"full_pages": 7, "sliding_pages": 5, "page_size_tokens": 16}
+    pool = {"device": "cpu", "kv_cache": cache, "chunk_tokens": 16}
+    deployment = config(model="tiny", prefill=pool, decode=pool)
+    deployment = deployment.model_copy(
+        update={"model": deployment.model.model_copy(update={"dtype": "float32"})}
+    )
+    _, decode = rank_needs(deployment, PRESETS["tiny"])
+    model = Transformer(PRESETS["tiny"], torch.float32)
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert decode.weights == pytest.approx(held, rel=0.001)
+    pages = PagedKvCache(PRESETS["tiny"], full_pages=7, sliding_pages=5, page_size=16, dtype=torch.float32)
+    assert decode.pages == sum(region.pages * region.page_bytes for region in pages.memory_regions())
+
+
+def test_a_gpu_that_is_too_small_is_named_with_what_would_be_on_it() -> None:
+    resident = config(prefill={"fp8_experts": "resident"})
+    with pytest.raises(ConfigError, match=r"1\d\d\.\d GiB on one GPU of 139\.0 GiB \(1 x prefill TP1: 1"):
+        check_memory(rank_needs(resident, PRESETS["gpt-oss-120b"]))
+    spread = config(prefill={"fp8_experts": "resident", "tensor_parallel": 2})
+    check_memory(rank_needs(spread, PRESETS["gpt-oss-120b"]))
+    shared = {"gpu_share": 0.5}
+    twice = rank_needs(config(prefill=shared, decode=shared), PRESETS["gpt-oss-120b"])
+    assert gpus_of(twice) == 1
+    with pytest.raises(ConfigError, match=r"1 x decode TP1: .*; 1 x prefill TP1: "):
+        check_memory(twice, 120 * GIB)
+    check_memory(twice, 300 * GIB)
+    crowd = rank_needs(config(decode=shared | {"replicas": 2}), PRESETS["gpt-oss-20b"])
+    assert gpus_of(crowd) == 2
+    with pytest.raises(ConfigError, match="2 x decode TP1"):
+        check_memory(crowd, 30 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"decode": {"tensor_parallel": 3}}, r"decode\.tensor_parallel: 3: .* num_attention_heads 64"),
+        ({"prefill": {"tensor_parallel": 16}}, r"prefill\.tensor_parallel: 16: .* num_key_value_heads 8"),
+    ],
+)
+def test_ranks_that_do_not_divide_are_named_with_both_values(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        rank_needs(config(**sections), PRESETS["gpt-oss-20b"])
+
+
+@pytest.mark.parametrize(
+    ("pool", "says"),
+    [
+        ({"expert_parallel": True}, "tensor_parallel 1"),
+        ({"gpu_share": 0.5, "tensor_parallel": 2}, r"gpu_share 0\.5 with tensor_parallel 2"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(pool: dict[str, Any], says: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=says):
+        config(decode=pool)
+
+
+def test_more_ranks_than_gpus_are_refused_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"prefill\.tensor_parallel: 4 ranks asked for, a machine has 2"):
+        check_file(CONFIGS / "eight-gpus-120b.yaml", 139, 2)
+    deployment = config(decode={"tensor_parallel": 4})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="takes 5 GPUs, this machine has 2"):
+        check_gpus_are_here(deployment, plan_processes(deployment))
+    unknown = tmp_path / "unknown.yaml"
+    unknown.write_text("model: {path: somebody/else}\n")
+    with pytest.raises(ConfigError, match=r"model\.path: somebody/else: .* its layout cannot be checked"):
+        check_file(unknown, 139, 8)
