@@ -6,7 +6,7 @@ import logging
 
 from antiphon.engine.grammar_compiler import GrammarCompiler
 from antiphon.router.harmony.markers import FIRST_SPECIAL, VOCABULARY_SIZE
-from antiphon.router.harmony.vocabulary import text_pieces
+from antiphon.router.harmony.vocabulary import load_vocabulary
 
 _log = logging.getLogger(__name__)
 
@@ -24,4 +24,6 @@ def harmony_grammars(model_vocabulary: int) -> GrammarCompiler | None:
         _log.warning("the model's vocabulary of %d tokens is not Harmony's: no grammars", model_vocabulary)
         return None
     markers = range(FIRST_SPECIAL, model_vocabulary)
-    return GrammarCompiler([*text_pieces(), *(b"" for _ in markers)], markers)
+    vocabulary = load_vocabulary()
+    pieces = [*vocabulary.pieces[:FIRST_SPECIAL], *(b"" for _ in markers)]
+    return GrammarCompiler(pieces, markers, vocabulary.encode)

@@ -7,7 +7,7 @@ and answers which of them may come next, as a bit per token.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
@@ -30,22 +30,24 @@ class GrammarError(AntiphonError):
 
 
 class _TokenTable:
-    """A vocabulary as llguidance reads it."""
+    """A vocabulary as llguidance reads it. Calling it gives the token ids of a text: where the grammar leaves
+    no choice, the tokens are those in which the text would be written."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, pieces: Sequence[bytes], markers: Sequence[int]) -> None:
+    def __init__(
+        self, pieces: Sequence[bytes], markers: Sequence[int], encode: Callable[[str], list[int]]
+    ) -> None:
         hidden = frozenset(markers)
         self.tokens = [b"" if token in hidden else piece for token, piece in enumerate(pieces)]
         self.special_token_ids = list(markers)
         self.eos_token_id = markers[0]
-        self._byte_ids = {piece[0]: token for token, piece in enumerate(self.tokens) if len(piece) == 1}
+        self._encode = encode
 
-    def __call__(self, text: bytes | str) -> list[int]:
-        """Token ids of a text: byte by byte, since masks only ask for the bytes that tokens stand for."""
-        data = text.encode() if isinstance(text, str) else text
-        return [self._byte_ids[byte] for byte in data]
+    def __call__(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        return self._encode(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +99,15 @@ class GrammarCompiler:
     Args:
         pieces: the bytes of every token id.
         markers: ids that are no text; there is at least one.
+        encode: token ids of a text, as the model was trained to write it.
 
     Raises:
         GrammarError: there is no marker.
     """
 
-    def __init__(self, pieces: Sequence[bytes], markers: Sequence[int]) -> None:
+    def __init__(
+        self, pieces: Sequence[bytes], markers: Sequence[int], encode: Callable[[str], list[int]]
+    ) -> None:
         if not markers:
             raise GrammarError("a vocabulary without markers cannot end a text")
         self.size = len(pieces)
@@ -110,7 +115,7 @@ class GrammarCompiler:
         """32-bit words of a mask: bit ``id % 32`` of word ``id // 32`` is set where a token may follow."""
         self.end_id = markers[0]
         """Stands in a parser's masks for "may end here"."""
-        self._tokenizer = LLTokenizer(_TokenTable(pieces, markers), eos_token=self.end_id)  # type: ignore[arg-type]
+        self._tokenizer = LLTokenizer(_TokenTable(pieces, markers, encode), eos_token=self.end_id)  # type: ignore[arg-type]
         self.text_mask = np.full(self.words, -1, dtype=np.int32)
         """Every token but markers."""
         spare = np.arange(self.size, self.words * 32)

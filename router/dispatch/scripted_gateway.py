@@ -50,6 +50,8 @@ class ScriptedWorker:
     hold: bool = False
     refuse: list[RequestRefused] = field(default_factory=list)
     fail: list[str] = field(default_factory=list)
+    ends: list[Finish] = field(default_factory=list)
+    """How a decode worker ends the next requests before their first token, oldest first."""
     held: list[GenerateRequest | PrefillRequest] = field(default_factory=list)
     requests: dict[str, GenerateRequest] = field(default_factory=dict)
     sent: list[Message] = field(default_factory=list)
@@ -324,6 +326,9 @@ class ScriptedGateway:
             if worker.fail:
                 self._fail(worker, request, worker.fail.pop(0))
                 return
+            if worker.ends:
+                self._end(worker, request, worker.ends.pop(0))
+                return
             tokens = answer[position : min(position + self.tokens_per_step, limit)]
             worker.progress[request_id] = position + len(tokens)
             ends = position + len(tokens) == limit
@@ -333,9 +338,11 @@ class ScriptedGateway:
             position += len(tokens)
 
     def _fail(self, worker: ScriptedWorker, request: GenerateRequest, error: str) -> None:
+        self._end(worker, request, Finish(FinishReason.ERROR, error=error))
+
+    def _end(self, worker: ScriptedWorker, request: GenerateRequest, finish: Finish) -> None:
         del worker.requests[request.request_id]
         position = worker.progress[request.request_id]
-        finish = Finish(FinishReason.ERROR, error=error)
         self._batch(worker, TokenOutput(request.request_id, request.attempt, position, [], None, finish))
 
     def _output(

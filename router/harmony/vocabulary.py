@@ -105,15 +105,6 @@ def load_vocabulary() -> Vocabulary:
     return Vocabulary(encoding, _read_ranks(path))
 
 
-def text_pieces() -> list[bytes]:
-    """The bytes of every token that is text, by id; for those who need not encode.
-
-    Raises:
-        VocabularyError: as ``load_vocabulary``.
-    """
-    return _read_ranks(ranks_path())
-
-
 def ranks_path() -> Path:
     """Path of the unpacked ranks file, unpacking it atomically if no intact copy is there.
 

@@ -75,7 +75,9 @@ class RunningRouter:
         self._max_context_tokens = max_context_tokens
         self.formatter = HarmonyFormatter(current_date=lambda: "2025-06-28")
         vocabulary = self.formatter.vocabulary
-        self._grammars = GrammarCompiler(vocabulary.pieces, range(FIRST_SPECIAL, vocabulary.size))
+        self._grammars = GrammarCompiler(
+            vocabulary.pieces, range(FIRST_SPECIAL, vocabulary.size), vocabulary.encode
+        )
         self.prompts: list[str] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router")

@@ -76,3 +76,18 @@ def test_structured_output_by_a_forced_call(model):
 
     structured = model.with_structured_output(GetWeather, method="function_calling")
     assert structured.invoke("Weather in Oslo?") == GetWeather(city="Oslo")
+
+
+@pytest.mark.parametrize("method", ["json_schema", "json_mode"])
+def test_structured_output_by_the_form_of_the_answer(model, method):
+    class Weather(pydantic.BaseModel):
+        """The weather in a city."""
+
+        city: str
+        degrees: int
+        sky: str
+
+    structured = model.with_structured_output(Weather, method=method)
+    expected = Weather(city="Oslo", degrees=-5, sky="clear")
+    assert structured.invoke("Weather in Oslo, as JSON?") == expected
+    assert list(structured.stream("Weather in Oslo, as JSON?"))[-1] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import litellm
+import pydantic
 import pytest
 
 MODEL = "gpt-oss-tiny"
@@ -82,3 +83,15 @@ def test_errors_have_their_classes(options):
         litellm.completion(messages=USER, temperature=9, **options)
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(messages=USER, **{**options, "model": "openai/other"})
+
+
+class Weather(pydantic.BaseModel):
+    city: str
+    degrees: int
+    sky: str
+
+
+@pytest.mark.parametrize("form", [Weather, {"type": "json_object"}], ids=["type", "json_object"])
+def test_structured_output(options, form):
+    completion = litellm.completion(messages=USER, response_format=form, **options)
+    assert Weather.model_validate_json(completion.choices[0].message.content).city == "Oslo"

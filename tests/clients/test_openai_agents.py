@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import openai
+import pydantic
 import pytest
 from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
 
@@ -53,3 +54,14 @@ async def test_a_conversation_goes_on(agent, router):
     turn = router.prompts[2]
     assert "<|channel|>final<|message|>It is cold in Oslo.<|end|>" in turn
     assert "<|channel|>analysis" not in turn
+
+
+async def test_a_run_ends_in_a_type(agent):
+    class Weather(pydantic.BaseModel):
+        city: str
+        degrees: int
+        sky: str
+
+    typed = agent.clone(output_type=Weather, tools=[])
+    result = await Runner.run(typed, "How is the weather in Oslo?")
+    assert result.final_output == Weather(city="Oslo", degrees=-5, sky="clear")

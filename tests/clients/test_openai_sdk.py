@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import openai
 import pydantic
 import pytest
@@ -97,6 +99,65 @@ def test_a_named_call_is_forced(client):
         tool_choice={"type": "function", "function": {"name": "get_weather"}},
     )
     assert completion.choices[0].message.tool_calls[0].function.arguments == '{"city":"Oslo"}'
+
+
+class Weather(pydantic.BaseModel):
+    city: str
+    degrees: int
+    sky: Literal["clear", "cloudy"]
+
+
+OSLO = Weather(city="Oslo", degrees=-5, sky="clear")
+
+
+def test_chat_parse_into_a_type(client):
+    completion = client.chat.completions.parse(model=MODEL, messages=USER, response_format=Weather)
+    assert completion.choices[0].message.parsed == OSLO
+    assert completion.choices[0].message.reasoning == "JSON, then."
+
+
+def test_chat_stream_into_a_type(client):
+    with client.chat.completions.stream(model=MODEL, messages=USER, response_format=Weather) as stream:
+        events = list(stream)
+    assert stream.get_final_completion().choices[0].message.parsed == OSLO
+    assert [event.parsed for event in events if event.type == "content.done"] == [OSLO]
+
+
+def test_responses_parse_into_a_type(client):
+    response = client.responses.parse(model=MODEL, input="Weather?", text_format=Weather)
+    assert response.output_parsed == OSLO
+    assert response.text.format.name == "Weather"
+
+
+def test_responses_stream_into_a_type(client):
+    with client.responses.stream(model=MODEL, input="Weather?", text_format=Weather) as stream:
+        done = [event.parsed for event in stream if event.type == "response.output_text.done"]
+        assert stream.get_final_response().output_parsed == OSLO
+    assert done == [OSLO]
+
+
+def test_a_json_object(client):
+    completion = client.chat.completions.create(
+        model=MODEL, messages=USER, response_format={"type": "json_object"}
+    )
+    assert Weather.model_validate_json(completion.choices[0].message.content) == OSLO
+
+
+def test_one_of_several_functions_is_required(client):
+    other = {"type": "function", "function": {"name": "book", "parameters": {"type": "object"}}}
+    completion = client.chat.completions.create(
+        model=MODEL, messages=USER, tools=[other, CHAT_TOOL], tool_choice="required"
+    )
+    assert completion.choices[0].finish_reason == "tool_calls"
+    assert completion.choices[0].message.tool_calls[0].function.name == "get_weather"
+
+
+def test_a_schema_that_cannot_be_followed(client):
+    schema = {"type": "object", "properties": {"a": {"not": {}}}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=USER, response_format=form)
+    assert caught.value.param == "response_format.json_schema.schema.properties.a"
 
 
 def test_responses(client, router):

@@ -28,6 +28,21 @@ HEADER, TEXT, JSON, END, STOP = range(256, 261)
 """Markers of the tests' vocabulary, whose other tokens are bytes and some words."""
 WORDS = (b"true", b'{"', b'":', b"12", b' "a', b'"}')
 PIECES = [bytes([i]) for i in range(256)] + [b"<%d>" % i for i in range(5)] + list(WORDS)
+
+
+def encode(text: str) -> list[int]:
+    """Always the longest token that fits."""
+    data, found = text.encode(), []
+    while data:
+        token = max(
+            (t for t in range(len(PIECES)) if not 256 <= t < 261 and data.startswith(PIECES[t])),
+            key=lambda t: len(PIECES[t]),
+        )
+        found.append(token)
+        data = data[len(PIECES[token]) :]
+    return found
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}},
@@ -50,7 +65,7 @@ def spec(schema: Any = SCHEMA, **changes: Any) -> GrammarSpec:
 
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(PIECES, range(256, 261))
+    return GrammarCompiler(PIECES, range(256, 261), encode)
 
 
 def allowed(compiler: GrammarCompiler, state: GrammarState) -> set[int]:

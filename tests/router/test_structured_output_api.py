@@ -1,0 +1,149 @@
+"""Structured output and demanded calls over HTTP: what reaches the decode worker, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from antiphon.protocol.grammar import JsonSchema
+from antiphon.protocol.messages import Finish, FinishReason, GenerateRequest
+from antiphon.router.byte_format import CONTENT, byte_answer
+from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+BAD = {"type": "object", "properties": {"a": {"not": {}}}}
+JSON_ANSWER = '{"a": 1}'
+
+
+def schemas_sent(deployment: Any) -> list[Any]:
+    grammar = deployment.workers.workers["d0"].sent[0].grammar
+    return [json.loads(r.content.schema) for r in grammar.regions if isinstance(r.content, JsonSchema)]
+
+
+def function(name: str, parameters: Any = SCHEMA, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+def chat_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+
+
+@pytest.fixture
+async def deployment(deploy):
+    return await deploy(ScriptedGateway(lambda _: byte_answer((CONTENT, JSON_ANSWER))))
+
+
+@pytest.mark.parametrize(
+    ("fields", "schemas"),
+    [
+        ({"response_format": {"type": "json_object"}}, [{"type": "object"}]),
+        ({"response_format": chat_format(SCHEMA)}, [SCHEMA]),
+        ({"response_format": chat_format(None)}, [{"type": "object"}]),
+        ({"tools": [function("f"), function("g")], "tool_choice": "required"}, [SCHEMA, SCHEMA]),
+        (
+            {
+                "tools": [function("f", None), function("g")],
+                "tool_choice": {"type": "function", "function": {"name": "f"}},
+            },
+            [{"type": "object", "properties": {}, "additionalProperties": False}],
+        ),
+        ({"tools": [function("f", strict=True), function("g", BAD)]}, [SCHEMA]),
+        ({"tools": [function("f", {"properties": {}}, strict=True)]}, [{"type": "object", "properties": {}}]),
+    ],
+)
+async def test_chat_schemas_reach_the_worker(deployment, fields, schemas):
+    response = await deployment.chat(**fields)
+    assert response.status_code == 200, response.text
+    assert schemas_sent(deployment) == schemas
+
+
+@pytest.mark.parametrize(
+    ("fields", "schemas", "shown"),
+    [
+        ({"text": {"format": {"type": "json_object"}}}, [{"type": "object"}], {"type": "json_object"}),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}},
+            [SCHEMA],
+            {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True, "description": None},
+        ),
+        (
+            {"tools": [{"type": "function", "name": "f", "parameters": SCHEMA}], "tool_choice": "required"},
+            [SCHEMA],
+            {"type": "text"},
+        ),
+    ],
+)
+async def test_response_schemas_reach_the_worker_and_are_shown(deployment, fields, schemas, shown):
+    response = await deployment.http.post("/v1/responses", json={"model": "tiny", "input": "hi", **fields})
+    assert response.status_code == 200, response.text
+    assert schemas_sent(deployment) == schemas
+    assert response.json()["text"]["format"] == shown
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": chat_format(BAD)}, "response_format.json_schema.schema.properties.a"),
+        (
+            {"tools": [function("f"), function("g", BAD, strict=True)]},
+            "tools[1].function.parameters.properties.a",
+        ),
+        (
+            {"tools": [function("f", BAD)], "tool_choice": "required"},
+            "tools[0].function.parameters.properties.a",
+        ),
+        (
+            {"tools": [function("f", {"type": "string"}, strict=True)]},
+            "tools[0].function.parameters.type",
+        ),
+    ],
+)
+async def test_a_schema_that_cannot_be_followed_names_its_part(deployment, fields, param):
+    response = await deployment.chat(**fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (param, "invalid_json_schema")
+    assert not deployment.workers.workers["d0"].sent
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": BAD}}},
+            "text.format.schema.properties.a",
+        ),
+        (
+            {
+                "tools": [{"type": "web_search"}, {"type": "function", "name": "f", "parameters": BAD}],
+                "tool_choice": {"type": "function", "name": "f"},
+            },
+            "tools[1].parameters.properties.a",
+        ),
+    ],
+)
+async def test_a_responses_schema_that_cannot_be_followed_names_its_part(deployment, fields, param):
+    response = await deployment.http.post("/v1/responses", json={"model": "tiny", "input": "hi", **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+async def test_nothing_is_demanded_without_a_demand(deployment):
+    assert (
+        await deployment.chat(tools=[function("f", BAD)], response_format={"type": "text"})
+    ).status_code == 200
+    assert deployment.workers.workers["d0"].sent[0].grammar is None
+
+
+async def test_an_answer_that_cannot_be_kept_to_its_form_is_an_error(deployment):
+    worker = deployment.workers.workers["d0"]
+    worker.ends.append(Finish(FinishReason.GRAMMAR, error="the parser gave up"))
+    response = await deployment.chat(response_format={"type": "json_object"})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["code"] == "grammar_failed"
+    assert "the parser gave up" in error["message"]
+    assert [type(message) for message in worker.sent].count(GenerateRequest) == 1
+    assert (await deployment.chat()).status_code == 200
