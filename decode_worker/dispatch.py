@@ -6,9 +6,13 @@ Everything runs on the link thread.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 
+import msgspec
+
 from antiphon.decode_worker.greeter import PrefillGreeter
+from antiphon.decode_worker.metrics import DecodeMetrics
 from antiphon.decode_worker.outbox import Outbox, OutboxFull
 from antiphon.decode_worker.receiver import Key, KvReceiver
 from antiphon.decode_worker.requests import DecodeRequest
@@ -55,6 +59,7 @@ class DecodeDispatch:
         node: LinkNode,
         greeter: PrefillGreeter,
         counters: Counter[str],
+        metrics: DecodeMetrics,
         local_prefill_limit: float = 0,
     ) -> None:
         """``local_prefill_limit``: prompts of at most so many tokens are computed here."""
@@ -64,6 +69,7 @@ class DecodeDispatch:
         self._node = node
         self._greeter = greeter
         self._counters = counters
+        self._metrics = metrics
         self._receiver: KvReceiver | None = None
         self._requests: dict[str, DecodeRequest] = {}
         self._outboxes: dict[Peer, Outbox] = {}
@@ -181,6 +187,7 @@ class DecodeDispatch:
         if request is None or request.ending:
             return  # the engine frees these pages: nobody may be allowed to write them
         request.attempt = event.attempt
+        self._metrics.reserved(request, event.reserve_s)
         ticket = None
         if event.kv_tokens > event.cached_tokens:
             ticket = KvTicket(
@@ -195,6 +202,7 @@ class DecodeDispatch:
                 event.sliding_first_page,
             )
             self.receiver.reserve((event.request_id, event.attempt))
+        request.runnable_at = time.monotonic() if ticket is None else None
         if not request.silent:
             reserved = Reserved(event.request_id, event.attempt, event.cached_tokens, ticket, event.reserve_s)
             self._node.send(request.router, reserved)
@@ -206,6 +214,8 @@ class DecodeDispatch:
             return
         request.attempt = event.attempt
         self._counters["prompts_computed_here"] += 1
+        self._metrics.reserved(request, event.queue_s)
+        request.runnable_at = time.monotonic()
         if not request.silent:
             reserved = Reserved(
                 event.request_id, event.attempt, event.cached_tokens, None, event.queue_s, True
@@ -228,12 +238,17 @@ class DecodeDispatch:
         if request is None or request.silent:
             return
         request.emitted += event.token_ids
+        first_step_s = None
+        if request.runnable_at is not None:
+            first_step_s, request.runnable_at = time.monotonic() - request.runnable_at, None
+            self._metrics.first_tokens(request, first_step_s)
         outputs.setdefault(request.router, {})[event.request_id] = TokenOutput(
             event.request_id,
             event.attempt,
             event.position,
             list(event.token_ids),
             list(event.logprobs) if event.logprobs is not None else None,
+            first_step_s=first_step_s,
         )
 
     def _on_finished(self, event: SequenceFinished, outputs: dict[Peer, dict[str, TokenOutput]]) -> None:
@@ -246,6 +261,7 @@ class DecodeDispatch:
         request = self._requests.pop(event.request_id, None)
         if request is None:
             return
+        self._metrics.finished(request, event)
         if request.successor is not None:
             self._submit(DecodeRequest.of(request.successor, request.router))
         elif request.moving:
@@ -266,9 +282,7 @@ class DecodeDispatch:
             last = router_outputs.get(event.request_id) or TokenOutput(
                 event.request_id, event.attempt, len(request.emitted), []
             )
-            router_outputs[event.request_id] = TokenOutput(
-                last.request_id, last.attempt, last.position, last.token_ids, last.logprobs, finish
-            )
+            router_outputs[event.request_id] = msgspec.structs.replace(last, finish=finish)
 
     def _send_tokens(self, router: Peer, outputs: list[TokenOutput]) -> None:
         outbox = self._outboxes.get(router)
@@ -289,6 +303,8 @@ class DecodeDispatch:
         request = self._requests.get(key[0])
         if request is not None:
             request.transfer_s += transfer_s
+            request.runnable_at = time.monotonic()
+            self._metrics.kv_received(request, transfer_s)
         self._engine.kv_ready(*key)
 
     def kv_lost(self, key: Key) -> None:

@@ -26,6 +26,8 @@ class DecodeRequest:
     """Output tokens so far, those of earlier attempts included."""
     received_at: float = field(default_factory=time.monotonic)
     transfer_s: float = 0.0
+    runnable_at: float | None = None
+    """When its KV was complete, until its first tokens come."""
     ending: bool = False
     """The engine was told to end it: a reservation that it reports from now on is already void."""
     moving: bool = False

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.decode_worker.dispatch import DecodeDispatch
 from antiphon.decode_worker.greeter import PrefillGreeter
+from antiphon.decode_worker.metrics import DecodeMetrics
 from antiphon.decode_worker.receiver import KvReceiver
 from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, PrefillStarted
 from antiphon.engine.loop import EngineLoop
@@ -28,6 +29,7 @@ from antiphon.protocol.link import FAREWELL, LinkNode, LinkSettings, Peer
 from antiphon.protocol.link_thread import LinkThread
 from antiphon.protocol.messages import LoadReport
 from antiphon.protocol.status import WorkerStatus
+from antiphon.telemetry.tracing import Tracer
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class DecodeWorker:
         cluster_token: str,
         followers: Followers | None = None,
         transport_factory: TransportFactory | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """``followers`` are the ranks other than this process's; ``transport_factory`` makes the KV transport
         from an agent name, absent means NIXL.
@@ -71,6 +74,7 @@ class DecodeWorker:
         self._living: set[Writer] = set()
         self._routers: set[Peer] = set()
         self._engine = engine_factory(self._on_scheduled, lambda event: None)
+        self.metrics = DecodeMetrics(worker_id, config, self._engine, self.status, tracer)
         self._thread = LinkThread(f"links-{worker_id}", self._fail)
         self._engine_thread = EngineThread(self._engine, self._on_events, self._fail)
         transfer, model = config.transfer, config.model
@@ -156,6 +160,7 @@ class DecodeWorker:
             self._thread.post(lambda: self._running_dispatch().on_prefill_started(event))
 
     def _on_events(self, events: list[EngineEvent]) -> None:
+        self.metrics.engine.stepped(events)
         self._thread.post(lambda: self._running_dispatch().on_engine_events(events))
 
     def _on_notification(self, sender: str, payload: bytes) -> None:
@@ -193,7 +198,9 @@ class DecodeWorker:
             probe_timeout_s=transfer.completion_timeout_s,
         )
         limit = self._config.decode.local_prefill_limit_tokens
-        self._dispatch = DecodeDispatch(self._engine, self._node, self._greeter, self._counters, limit)
+        self._dispatch = DecodeDispatch(
+            self._engine, self._node, self._greeter, self._counters, self.metrics, limit
+        )
         receiver = KvReceiver(
             self._address.epoch,
             transfer.completion_timeout_s,

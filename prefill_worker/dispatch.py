@@ -20,6 +20,7 @@ from antiphon.engine.requests import EngineRequest, RequestKind
 from antiphon.kv_transfer.endpoint import KvEndpoint
 from antiphon.kv_transfer.ranks import PeerLife, RankKv, Shipped
 from antiphon.prefill_worker.jobs import Failure, JobState, PrefillJob
+from antiphon.prefill_worker.metrics import PrefillMetrics
 from antiphon.prefill_worker.orders import announced_writes, ship_order
 from antiphon.prefill_worker.peers import DecodePeers
 from antiphon.protocol.errors import TransferError
@@ -63,6 +64,7 @@ class PrefillDispatch:
         ranks: Sequence[RankKv],
         counters: Counter[str],
         settings: TransferConfig,
+        metrics: PrefillMetrics,
     ) -> None:
         """``endpoint`` is rank 0's, the first of ``ranks``."""
         self.draining = False
@@ -74,6 +76,7 @@ class PrefillDispatch:
         self._ranks = ranks
         self._counters = counters
         self._settings = settings
+        self._metrics = metrics
         self._epoch = node.me.epoch
         self._page_size = engine.settings.page_size_tokens
         self._jobs: dict[tuple[str, int], PrefillJob] = {}
@@ -296,7 +299,7 @@ class PrefillDispatch:
             return
         job.failure = Failure(stage, reason)
         self._counters[f"failures_{stage}"] += 1
-        _log.warning("prefill of %s attempt %d failed: %s: %s", *job.key, stage, reason)
+        self._metrics.job_failed(job, stage, reason)
         self._end(job)
 
     def _end(self, job: PrefillJob) -> None:
@@ -325,10 +328,12 @@ class PrefillDispatch:
         self._shipped[job.key] = job.decode_life, job.done
         if len(self._shipped) > _REMEMBERED_JOBS:
             self._shipped.popitem(last=False)
+        tail_s = job.transfer_tail_s()
         finished = PrefillFinished(
-            *job.key, job.cached_tokens, job.queue_s, job.compute_s, job.transfer_tail_s(), job.bytes_sent
+            *job.key, job.cached_tokens, job.queue_s, job.compute_s, tail_s, job.bytes_sent
         )
         self._node.send(job.router, finished)
+        self._metrics.job_shipped(job, tail_s)
 
     def _tell_end(self, job: PrefillJob) -> None:
         """No write of the job can land any more: say so to whoever waits for it."""

@@ -81,6 +81,7 @@ class PrefillJob:
     queue_s: float = 0.0
     compute_s: float = 0.0
     computed_at: float = 0.0
+    received_at: float = field(default_factory=time.monotonic)
     announced_at: float = 0.0
     bytes_sent: int = 0
 

@@ -16,9 +16,12 @@ from antiphon.configs.schema import DeploymentConfig
 from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, PrefillStarted
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.thread import EngineThread
+from antiphon.kv_transfer.endpoint import nixl_transport
+from antiphon.kv_transfer.measured_transport import measured
 from antiphon.kv_transfer.transport import TransportFactory
 from antiphon.kv_transfer.worker_kv import Followers, WorkerKv
 from antiphon.prefill_worker.dispatch import PrefillDispatch
+from antiphon.prefill_worker.metrics import PrefillMetrics
 from antiphon.prefill_worker.orders import source_fence
 from antiphon.prefill_worker.peers import DecodePeers
 from antiphon.protocol.errors import ConfigError
@@ -27,6 +30,7 @@ from antiphon.protocol.link import FAREWELL, LinkNode, LinkSettings, Peer
 from antiphon.protocol.link_thread import LinkThread
 from antiphon.protocol.messages import LoadReport
 from antiphon.protocol.status import WorkerStatus
+from antiphon.telemetry.tracing import Tracer
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ class PrefillWorker:
         cluster_token: str,
         followers: Followers | None = None,
         transport_factory: TransportFactory | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """``followers`` are the ranks other than this process's; ``transport_factory`` makes the KV transport
         from an agent name, absent means NIXL.
@@ -71,6 +76,7 @@ class PrefillWorker:
         self._dialled: dict[Peer, WorkerAddress] = {}
         self._engine = engine_factory(self._on_scheduled, self._on_kv_written)
         self._fence_device = self._engine.kv_cache.device
+        self.metrics = PrefillMetrics(worker_id, config, self._engine, self.status, tracer)
         self._thread = LinkThread(f"links-{worker_id}", self._fail)
         self._engine_thread = EngineThread(self._engine, self._on_events, self._fail)
         transfer, model = config.transfer, config.model
@@ -91,7 +97,7 @@ class PrefillWorker:
             join_timeout_s=config.ray.placement_timeout_s,
             on_notification=lambda sender, payload: None,  # nobody writes into a prefill worker
             on_failure=self._fail,
-            transport_factory=transport_factory,
+            transport_factory=measured(transport_factory or nixl_transport, self.metrics.transfers),
         )
         self._node = LinkNode(me, cluster_token, self, links)
         self._peers: DecodePeers | None = None
@@ -154,6 +160,7 @@ class PrefillWorker:
         self._thread.post(lambda: self._running_dispatch().on_kv_written(event, mark))
 
     def _on_events(self, events: list[EngineEvent]) -> None:
+        self.metrics.engine.stepped(events)
         self._thread.post(lambda: self._running_dispatch().on_engine_events(events))
 
     def _fail(self, error: BaseException) -> None:
@@ -184,6 +191,7 @@ class PrefillWorker:
             self._kv.ranks,
             self._counters,
             self._config.transfer,
+            self.metrics,
         )
         self._node.start()
         endpoint = self._node.listen(self._bind_host)
