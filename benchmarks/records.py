@@ -176,7 +176,7 @@ def load_records(path: Path) -> list[Record]:
     """
     if not path.exists():
         return []
-    entries = _read(path)
+    entries = read_json(path)
     if not isinstance(entries, list):
         raise RecordError(f"{path}: not a list of records")
     return [Record.from_json(entry, f"{path}, entry {i}") for i, entry in enumerate(entries)]
@@ -192,7 +192,7 @@ def load_results(folder: Path = RESULTS) -> list[Record]:
         raise RecordError(f"{folder}: no such folder of results")
     latest: dict[tuple[object, ...], Record] = {}
     for path in sorted(folder.glob("*.json")):
-        entries = _read(path)
+        entries = read_json(path)
         if not isinstance(entries, list):
             continue
         for index, entry in enumerate(entries):
@@ -264,7 +264,12 @@ def select(records: Sequence[Record], bench: str, *, peer: str | None = None) ->
     return [record for record in records if record.bench == bench and record.peer == peer]
 
 
-def _read(path: Path) -> object:
+def read_json(path: Path) -> object:
+    """Any JSON document.
+
+    Raises:
+        RecordError: the file cannot be read or is no JSON.
+    """
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:

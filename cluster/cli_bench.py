@@ -135,6 +135,94 @@ def sweep(
     run_command(names, file, layouts=wanted, gpu_hour_price=price, again=again)
 
 
+@bench_app.command("split")
+def split(
+    config: Annotated[
+        Path, typer.Option(help="Deployment file of the split, such as one prefill and one decode.")
+    ],
+    mixes: Annotated[
+        str, typer.Option(help="Of long-in, chat and long-out, or NAME=INPUT/OUTPUT tokens; comma-separated.")
+    ] = "long-in,chat,long-out",
+    ttft: Annotated[str, typer.Option(help="Limit of every request's time to first token.")] = "1s",
+    itl: Annotated[
+        str, typer.Option(help="Limits of a request's own 99th percentile between tokens.")
+    ] = "10ms,20ms,50ms",
+    chunks: Annotated[
+        str,
+        typer.Option(help="Prompt tokens a step of a colocated engine; each limit takes the best of them."),
+    ] = "512,2048,8192",
+    attainment: Annotated[float, typer.Option(help="Share of requests that must keep the limits.")] = 0.9,
+    rate: Annotated[float, typer.Option(help="First load, requests per second.")] = 0.5,
+    step: Annotated[float, typer.Option(help="Each load is so many times the one before.")] = 1.5,
+    highest_rate: Annotated[float, typer.Option(help="No load above this.")] = 1000.0,
+    refine: Annotated[
+        int, typer.Option(help="Loads between the last that held and the first that did not.")
+    ] = 1,
+    duration: Annotated[str, typer.Option(help="Of one load.")] = "60s",
+    warmup: Annotated[str, typer.Option(help="Part of it that is left out.")] = "10s",
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=URL of somebody else's server on as many GPUs, measured alike; may be repeated."
+        ),
+    ] = None,
+    only: Annotated[
+        str, typer.Option(help="Measure only these arrangements: split, colocated, or a NAME.")
+    ] = "",
+    again: Annotated[bool, typer.Option(help="Measure what the file holds already once more.")] = False,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same loads.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="File of runs; the project's split.json when absent.")
+    ] = None,
+) -> None:
+    """Compare prefill/decode split with colocated engines on the same GPUs, by real HTTP load; resumes."""
+    from antiphon.benchmarks.records import RESULTS
+    from antiphon.benchmarks.serve.slo import parse_duration_s
+    from antiphon.benchmarks.split.command import Limits, run_command
+    from antiphon.benchmarks.split.mixes import parse_mixes
+    from antiphon.configs.schema import load_deployment
+
+    limits = Limits(
+        parse_duration_s(ttft, "ttft") * 1e3,
+        tuple(parse_duration_s(each, "itl") * 1e3 for each in _parts(itl)),
+        attainment,
+    )
+    run_command(
+        load_deployment(config),
+        parse_mixes(mixes),
+        limits,
+        chunks=[_whole(each, "chunks") for each in _parts(chunks)],
+        servers=[_named_url(each) for each in server or ()],
+        only=_parts(only),
+        first_rate_per_s=rate,
+        step=step,
+        highest_rate_per_s=highest_rate,
+        refine=refine,
+        duration_s=parse_duration_s(duration, "duration"),
+        warmup_s=parse_duration_s(warmup, "warmup"),
+        output=RESULTS / "split.json" if output is None else output,
+        again=again,
+        seed=seed,
+    )
+
+
+def _parts(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
+
+
+def _whole(text: str, option: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{option} {text!r}: not a positive number")
+    return int(text)
+
+
+def _named_url(text: str) -> tuple[str, str]:
+    name, _, url = text.partition("=")
+    if not name or not url.startswith(("http://", "https://")):
+        raise ConfigError(f"server {text!r}: expected NAME=URL")
+    return name, url
+
+
 @bench_app.command("report")
 def report(
     docs: Annotated[

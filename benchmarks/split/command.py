@@ -1,0 +1,142 @@
+"""``antiphon bench split``: the split against colocated engines on the same GPUs, by real HTTP load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from antiphon.benchmarks.split.arrangements import Arrangement, colocated_of, split_of
+from antiphon.benchmarks.split.mixes import Mix
+from antiphon.benchmarks.split.observed import LoadRun, load_runs
+from antiphon.benchmarks.split.run import HttpLoad, Ladder, device_name, run_comparison
+from antiphon.benchmarks.split.verdict import Row, comparison
+from antiphon.configs.schema import DeploymentConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a good request keeps."""
+
+    ttft_ms: float
+    itl_ms: tuple[float, ...]
+    attainment: float
+
+
+def arrangements_of(
+    config: DeploymentConfig, chunks: Sequence[int], servers: Sequence[tuple[str, str]]
+) -> list[Arrangement]:
+    """The split, a colocated deployment for each chunk, and servers that run already (name, URL).
+
+    Raises:
+        ConfigError: the configuration is no split, or a chunk does not go with its pages.
+    """
+    split = split_of(config)
+    found = [split, *(colocated_of(config, chunk) for chunk in chunks)]
+    return found + [Arrangement(name, split.gpus, url=url) for name, url in servers]
+
+
+def run_command(
+    config: DeploymentConfig,
+    mixes: Sequence[Mix],
+    limits: Limits,
+    *,
+    chunks: Sequence[int],
+    servers: Sequence[tuple[str, str]] = (),
+    only: Sequence[str] = (),
+    first_rate_per_s: float = 0.5,
+    step: float = 1.5,
+    highest_rate_per_s: float = math.inf,
+    refine: int = 1,
+    duration_s: float = 60.0,
+    warmup_s: float = 10.0,
+    output: Path,
+    again: bool = False,
+    seed: int = 0,
+) -> None:
+    """Measure what ``output`` does not hold yet, then print goodput by limit and who wins.
+
+    Raises:
+        AntiphonError: an arrangement cannot be made, started or measured; what was measured is kept.
+    """
+    ladder = Ladder(
+        first_rate_per_s,
+        step,
+        highest_rate_per_s,
+        duration_s,
+        warmup_s,
+        limits.ttft_ms,
+        max(limits.itl_ms),
+        limits.attainment,
+        refine,
+    )
+    device = device_name("cuda" in (config.prefill.device, config.decode.device))
+    load = HttpLoad(ladder, device, config.model.name, seed)
+    wanted = [each for each in arrangements_of(config, chunks, servers) if not only or each.name in only]
+    console = Console(stderr=True)
+
+    def on_run(run: LoadRun, known: bool) -> None:
+        console.print(
+            f"{'known' if known else 'done '}  {describe(run, limits)}", markup=False, highlight=False
+        )
+
+    async def all_runs() -> None:
+        await run_comparison(wanted, mixes, load, output, again=again, on_run=on_run)
+
+    uvloop.run(all_runs())
+    runs = [run for run in load_runs(output) if (run.model, run.device) == (load.model, load.device)]
+    print_comparison(runs, mixes, limits)
+
+
+def describe(run: LoadRun, limits: Limits) -> str:
+    """One line about a run."""
+    shares = ", ".join(
+        f"{run.share(limits.ttft_ms, itl):.0%} within {itl:g} ms" for itl in sorted(limits.itl_ms)
+    )
+    chunk = "" if run.chunk_tokens is None else f" chunk {run.chunk_tokens}"
+    return f"{run.mix}, {run.arrangement}{chunk}, {run.rate_per_s:g}/s: {shares}"
+
+
+def print_comparison(runs: Sequence[LoadRun], mixes: Sequence[Mix], limits: Limits) -> None:
+    """Goodput of each arrangement under each limit."""
+    console = Console()
+    for mix in mixes:
+        mine = [run for run in runs if run.mix == mix.name]
+        lengths = f"{mix.input_tokens} in, {mix.output_tokens} out"
+        table = Table(
+            "ITL limit",
+            "arrangement",
+            "goodput/s",
+            "TTFT p50 / p99 ms",
+            "ITL p50 / p99 ms",
+            "against the split",
+            title=f"{mix.name}: {lengths}, TTFT within {limits.ttft_ms:g} ms",
+        )
+        for row in comparison(mine, limits.ttft_ms, limits.itl_ms, limits.attainment):
+            table.add_row(*cells(row))
+        console.print(table)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row's texts."""
+    if row.best is None:
+        return (f"{row.itl_ms:g} ms", row.label, "0", "–", "–", "–")
+    run = row.best.run
+    ratio = "–" if row.against_split is None else f"{row.against_split:.2f}x"
+    return (
+        f"{row.itl_ms:g} ms",
+        row.label,
+        f"{row.best.good_per_s:.2f}",
+        _pair(run.ttft_p50_p99_ms),
+        _pair(run.itl_p50_p99_ms),
+        ratio,
+    )
+
+
+def _pair(values: tuple[float, float] | None) -> str:
+    return "–" if values is None else f"{values[0]:,.1f} / {values[1]:,.1f}"
