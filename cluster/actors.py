@@ -90,6 +90,10 @@ class WorkerActor:
             requests=seen.requests,
             pages_held=seen.pages_held,
             overdue_writers=seen.overdue_writers,
+            waiting=seen.waiting,
+            queued_prefill_tokens=seen.queued_prefill_tokens,
+            computed_prompt_tokens=seen.computed_prompt_tokens,
+            page_use=seen.page_use,
         )
 
     async def drain(self, timeout_s: float) -> bool:

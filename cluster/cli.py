@@ -10,6 +10,7 @@ import typer
 
 from antiphon import __version__
 from antiphon.cluster.cli_bench import bench_app
+from antiphon.cluster.cli_operate import roll, scale, status
 from antiphon.cluster.cli_plan import plan
 from antiphon.protocol.errors import AntiphonError
 
@@ -25,6 +26,9 @@ config_app = typer.Typer(help="Check and show deployment files.", no_args_is_hel
 harmony_app = typer.Typer(help="Render and parse the Harmony format.", no_args_is_help=True)
 kernels_app = typer.Typer(help="Build GPU kernels ahead of time.", no_args_is_help=True)
 app.command()(plan)
+app.command()(scale)
+app.command()(roll)
+app.command()(status)
 app.add_typer(bench_app, name="bench")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")

@@ -11,6 +11,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
 import httpx
 
+from antiphon.cluster.autoscaler import Autoscaler
+from antiphon.cluster.control import ControlServer
+from antiphon.cluster.operations import Operations
 from antiphon.cluster.process_plan import ProcessSpec, plan_processes
 from antiphon.cluster.ray_cluster import Interrupted, RayCluster
 from antiphon.cluster.resolution import ResolvedDeployment
@@ -105,8 +108,10 @@ async def serve_until_stopped(
         async with deploy(resolved, stop=stop) as deployment:
             await _unless_stopped(stop, deployment.wait_ready())
             if not stop.is_set():
-                on_ready(deployment)
-                await _unless_stopped(stop, deployment.supervisor.failure())
+                operations = Operations(deployment.supervisor, resolved.config.router.drain_timeout_s)
+                async with ControlServer(operations.carry_out), autoscaling(deployment, resolved.config):
+                    on_ready(deployment)
+                    await _unless_stopped(stop, deployment.supervisor.failure())
 
     running = asyncio.create_task(run())
 
@@ -125,6 +130,17 @@ async def serve_until_stopped(
     except asyncio.CancelledError:
         if not stop.is_set():  # somebody other than our own second signal cancelled us
             raise
+
+
+@contextlib.asynccontextmanager
+async def autoscaling(deployment: Deployment, config: DeploymentConfig) -> AsyncIterator[None]:
+    """Let pools that may change their size follow their load for as long as the block lasts."""
+    scaler = asyncio.create_task(Autoscaler(deployment.supervisor, config).run())
+    scaler.add_done_callback(lambda task: task.cancelled() or task.result())  # a defect must not be silent
+    try:
+        yield
+    finally:
+        scaler.cancel()
 
 
 async def _unless_stopped(stop: asyncio.Event, work: Coroutine[None, None, None]) -> None:

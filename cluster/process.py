@@ -36,6 +36,14 @@ class ProcessStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pages_held: int
     overdue_writers: tuple[tuple[str, int], ...] = ()
     """(worker id, epoch) of peers that may still write pages here though their lease has run out."""
+    waiting: int = 0
+    """Worker only: requests that hold no pages."""
+    queued_prefill_tokens: int = 0
+    """Worker only: prompt tokens that wait to be computed here."""
+    computed_prompt_tokens: int = 0
+    """Worker only: prompt tokens computed since the start."""
+    page_use: float = 0.0
+    """Worker only: share of its KV pages that requests hold, 0 to 1."""
     pairs: tuple[tuple[str, str], ...] = ()
     """Router only: (prefill, decode) ids of workers that it sends requests to."""
 

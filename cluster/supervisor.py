@@ -153,6 +153,8 @@ class Supervisor:
 
     async def _scale(self, role: Role, replicas: int, drain_timeout_s: float) -> None:
         members = self.of_role(role)
+        if not members:
+            raise OperationFailed(f"{role}={replicas}: this deployment has no {role} processes")
         log.info("scaling", role=role, now=len(members), wanted=replicas)
         added = [await self._add(members[0].spec) for _ in range(len(members), replicas)]
         for member in added:

@@ -62,6 +62,8 @@ class WorkerConfig(Section):
 
     replicas: int = pydantic.Field(1, ge=0)
     """Workers of this role; 0 only of prefill, and only where decode workers compute every prompt."""
+    max_replicas: int | None = pydantic.Field(None, ge=1)
+    """The pool grows with its load to so many and shrinks again to ``replicas``; absent is a fixed size."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model runs."""
     tensor_parallel: int = pydantic.Field(1, ge=1)
@@ -240,6 +242,19 @@ class RayConfig(Section):
         return self
 
 
+class AutoscaleConfig(Section):
+    """When pools that have ``max_replicas`` change their size."""
+
+    interval_s: float = pydantic.Field(5.0, gt=0)
+    """How often the load is looked at."""
+    prefill_backlog_s: float = pydantic.Field(2.0, gt=0)
+    """More prefill workers when the prompts that wait would take the pool longer than this."""
+    decode_page_use: float = pydantic.Field(0.8, gt=0, lt=1)
+    """More decode workers when a larger share of their KV pages is held, or requests wait for pages."""
+    shrink_after_s: float = pydantic.Field(120.0, ge=0)
+    """One worker fewer after the pool was too large for this long."""
+
+
 class LogConfig(Section):
     """What every process writes to standard error, as JSON."""
 
@@ -277,6 +292,7 @@ class DeploymentConfig(Section):
     prefill: WorkerConfig = WorkerConfig()
     decode: WorkerConfig = WorkerConfig()
     transfer: TransferConfig = TransferConfig()
+    autoscale: AutoscaleConfig = AutoscaleConfig()
     ray: RayConfig = RayConfig()
     log: LogConfig = LogConfig()
     metrics: MetricsConfig = MetricsConfig()
@@ -297,6 +313,10 @@ class DeploymentConfig(Section):
         return self
 
     def _check_local_prefill(self) -> None:
+        for role, worker in (("prefill", self.prefill), ("decode", self.decode)):
+            most = worker.max_replicas
+            if most is not None and (most < worker.replicas or worker.replicas == 0):
+                raise ValueError(f"{role}.max_replicas {most} with {role}.replicas {worker.replicas}")
         if self.decode.replicas < 1:
             raise ValueError("decode.replicas 0: a deployment has at least one decode worker")
         if self.prefill.local_prefill != "never":

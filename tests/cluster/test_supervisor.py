@@ -68,7 +68,9 @@ class FakeProcess:
         self.check_alive()
         if self.silent:
             await asyncio.Event().wait()
-        return ProcessStatus(self.spec.worker_id, True, "", self.failed, 0, 0, self.overdue, self.pairs())
+        return ProcessStatus(
+            self.spec.worker_id, True, "", self.failed, 0, 0, self.overdue, pairs=self.pairs()
+        )
 
     def pairs(self) -> tuple[tuple[str, str], ...]:
         """A router sends requests to every worker that it was told of."""
