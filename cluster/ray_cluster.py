@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import os
 import secrets
 import shutil
@@ -61,6 +60,9 @@ PRIVATE_RAY = {
 
 LOOPBACK_KV = {"UCX_NET_DEVICES": "lo"}
 """For workers of a private cluster: KV moves over shared memory or loopback, nothing listens elsewhere."""
+
+SPARE_CPUS = 64
+"""Of a private cluster, for workers that are added while it runs. Ray only counts them: they bind nothing."""
 
 ALL_GPUS_OF_A_WORKER = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """For workers of several ranks: each process sees the GPUs of all of them, which peer memory needs."""
@@ -229,8 +231,8 @@ class RayCluster:
         self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
         ray.init(
             namespace="antiphon",
-            num_cpus=sum(spec.cpus * spec.ranks for spec in self._specs),
-            num_gpus=math.ceil(sum(spec.gpus * spec.ranks for spec in self._specs)),
+            num_cpus=sum(spec.cpus * spec.ranks for spec in self._specs) + SPARE_CPUS,
+            num_gpus=None if any(spec.gpus for spec in self._specs) else 0,  # None: all of this machine's
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=True,
