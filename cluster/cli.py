@@ -10,6 +10,7 @@ import typer
 
 from antiphon import __version__
 from antiphon.cluster.cli_bench import bench_app
+from antiphon.cluster.cli_eval import eval_command
 from antiphon.cluster.cli_operate import roll, scale, status
 from antiphon.cluster.cli_plan import plan
 from antiphon.protocol.errors import AntiphonError
@@ -29,6 +30,7 @@ app.command()(plan)
 app.command()(scale)
 app.command()(roll)
 app.command()(status)
+app.command("eval")(eval_command)
 app.add_typer(bench_app, name="bench")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")

@@ -78,6 +78,8 @@ class Expect:
         contains: texts that the final answer has, ignoring case.
         equals: the final answer, ignoring case and surrounding punctuation.
         exact: the final answer, to the letter.
+        number: the last number of the final answer, compared as a number.
+        choice: the letter of the option that the final answer names.
         call: the function to call, with these arguments (compared as JSON values).
         refusal: the final answer says that it does not know or cannot.
     """
@@ -85,6 +87,8 @@ class Expect:
     contains: tuple[str, ...] = ()
     equals: str | None = None
     exact: str | None = None
+    number: str | None = None
+    choice: str | None = None
     call: ToolCall | None = None
     refusal: bool = False
 

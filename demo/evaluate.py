@@ -17,6 +17,23 @@ from antiphon.demo.questions import Question
 from antiphon.protocol.errors import AntiphonError
 
 REFUSALS = ("don't know", "do not know", "can't", "cannot", "not able to", "unable to")
+TARGETS = {
+    "facts": 0.95,
+    "arithmetic": 0.90,
+    "copying": 0.95,
+    "multi_turn": 0.85,
+    "tools": 0.95,
+    "tools_unseen": 0.70,
+    "refusal": 0.90,
+    "effort": 0.90,
+    "well_formed": 0.995,
+    "chat": 0.95,
+    "no_call": 0.90,
+}
+"""What gpt-oss-tiny is to reach, per line of the table."""
+EFFORT_SKILLS = ("facts", "arithmetic", "copying", "refusal")
+"""Skills whose thought has a length that is compared over efforts."""
+_NUMBER = re.compile(r"(?<![\w.])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?<![\w.])-?\d+(?:\.\d+)?")
 Generate = Callable[[Sequence[Question]], list[list[int]]]
 """Questions -> raw token ids after ``<|start|>assistant``, greedy, stop token included, nothing repaired."""
 
@@ -66,6 +83,10 @@ def is_right(expect: Expect, reply: AssistantTurn) -> bool:
         return reply.call is not None and same_call(expect.call, reply.call)
     if reply.call is not None or reply.final is None:
         return False
+    if expect.number is not None and last_number(reply.final) != last_number(expect.number):
+        return False
+    if expect.choice is not None and chosen_letter(reply.final) != expect.choice.upper():
+        return False
     if expect.exact is not None and reply.final.strip() != expect.exact:
         return False
     final = " ".join(reply.final.split()).lower()
@@ -76,6 +97,25 @@ def is_right(expect: Expect, reply: AssistantTurn) -> bool:
     ):
         return False
     return all(_has(final, text.lower()) for text in expect.contains)
+
+
+def last_number(text: str) -> float | None:
+    """The last number of a text, with thousands separators and a minus sign; None when it has none."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def chosen_letter(text: str) -> str | None:
+    """The option that an answer to a multiple-choice question names: after "answer", in a box, or alone.
+
+    The last of several counts, since a model may correct itself; markdown around it is ignored.
+    """
+    plain = re.sub(r"[*_`$]|\\(?:text|boxed|mathrm)|[{}]", " ", text)
+    named = re.findall(r"(?i:answer|option|choice)\s*(?i:is|:)?\s*:?\s*\(?([A-Z])\b", plain)
+    if named:
+        return str(named[-1])
+    alone = re.findall(r"^\s*\(?([A-Z])\)?[.):]?(?:\s|$)", plain, flags=re.MULTILINE)
+    return str(alone[-1]) if alone else None
 
 
 def same_call(expected: ToolCall, got: ToolCall) -> bool:
@@ -110,6 +150,16 @@ def table(verdicts: Iterable[Verdict]) -> dict[str, Score]:
             counts[name][0] += good
             counts[name][1] += 1
     return {name: Score(right, total) for name, (right, total) in counts.items()}
+
+
+def render_table(scores: dict[str, Score], targets: bool = True) -> str:
+    """The table as text: skill, share, and gpt-oss-tiny's target where ``targets`` are wanted."""
+    width = max([14, *(len(name) + 2 for name in scores)])
+    lines = [f"{'skill':<{width}}{'right':>7}{'of':>6}{'share':>9}{'target':>9}"]
+    for name, score in sorted(scores.items()):
+        target = f"{TARGETS[name]:.1%}" if targets and name in TARGETS else ""
+        lines.append(f"{name:<{width}}{score.right:>7}{score.total:>6}{score.share:>9.1%}{target:>9}")
+    return "\n".join(lines)
 
 
 def effort_score(questions: Sequence[Question], generate: Generate) -> Score:

@@ -56,8 +56,9 @@ class Question:
             expect["contains"] = list(self.expect.contains)
         if self.expect.equals is not None:
             expect["equals"] = self.expect.equals
-        if self.expect.exact is not None:
-            expect["exact"] = self.expect.exact
+        for name in ("exact", "number", "choice"):
+            if (value := getattr(self.expect, name)) is not None:
+                expect[name] = value
         if self.expect.call is not None:
             expect["call"] = dataclasses.asdict(self.expect.call)
         if self.expect.refusal:
@@ -80,6 +81,8 @@ class Question:
             contains=tuple(expect.pop("contains", ())),
             equals=expect.pop("equals", None),
             exact=expect.pop("exact", None),
+            number=expect.pop("number", None),
+            choice=expect.pop("choice", None),
             call=ToolCall(**call) if call is not None else None,
             refusal=bool(expect.pop("refusal", False)),
         )

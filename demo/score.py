@@ -11,28 +11,13 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from antiphon.demo.dataset import held_out_examples
-from antiphon.demo.evaluate import Score, effort_score, evaluate, table
+from antiphon.demo.evaluate import EFFORT_SKILLS, effort_score, evaluate, render_table, table
 from antiphon.demo.generate import generate
 from antiphon.demo.harmony import encoding, render_prompt
 from antiphon.demo.network import TinyGptOss
 from antiphon.demo.packed import load_weights, read_packed
 from antiphon.demo.questions import Question, prompt_parts, question_of
 from antiphon.demo.vocabulary import Vocabulary, load_vocabulary
-
-TARGETS = {
-    "facts": 0.95,
-    "arithmetic": 0.90,
-    "copying": 0.95,
-    "multi_turn": 0.85,
-    "tools": 0.95,
-    "tools_unseen": 0.70,
-    "refusal": 0.90,
-    "effort": 0.90,
-    "well_formed": 0.995,
-    "chat": 0.95,
-    "no_call": 0.90,
-}
-EFFORT_SKILLS = ("facts", "arithmetic", "copying", "refusal")
 
 
 def prompt_of(question: Question) -> list[int]:
@@ -75,15 +60,6 @@ def score_model(
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
     tqdm.write(render_table(scores))
     return {name: (score.right, score.total) for name, score in scores.items()}
-
-
-def render_table(scores: dict[str, Score]) -> str:
-    """The table as text: skill, share, target."""
-    lines = [f"{'skill':<14}{'right':>7}{'of':>6}{'share':>9}{'target':>9}"]
-    for name, score in sorted(scores.items()):
-        target = f"{TARGETS[name]:.1%}" if name in TARGETS else ""
-        lines.append(f"{name:<14}{score.right:>7}{score.total:>6}{score.share:>9.1%}{target:>9}")
-    return "\n".join(lines)
 
 
 def main() -> None:
