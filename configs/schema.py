@@ -200,6 +200,9 @@ class RouterConfig(Section):
     """A stream without an event for this long sends a comment line, so that no proxy closes it."""
     worker_replacement_wait_s: float = pydantic.Field(120.0, ge=0)
     """A request whose worker died waits this long for another one; a new request does not wait."""
+    drain_notice_s: float = pydantic.Field(0.0, ge=0)
+    """A router that stops first takes requests for so long while /ready says no: more than a load balancer's
+    interval of health checks, where one stands in front."""
     drain_timeout_s: float = pydantic.Field(60.0, ge=0)
     """A router that stops lets its open requests finish for this long."""
     api_key_file: str | None = None

@@ -153,6 +153,8 @@ class RouterServer:
         if self._context is None or self._server is None or self._serving is None:
             return
         self._draining = True
+        if drain:  # whoever asks /ready stops sending; what comes meanwhile is served
+            await asyncio.sleep(self._config.router.drain_notice_s)
         self._context.admission.close()
         if drain:
             with contextlib.suppress(TimeoutError):
