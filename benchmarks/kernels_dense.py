@@ -175,7 +175,6 @@ def projections(tokens: int, pdl: bool) -> list[Record]:
         torch.randn(5120, device="cuda", dtype=bf16),
         torch.randn(H, device="cuda", dtype=bf16),
     )
-    norm_weight = torch.rand(H, device="cuda").to(bf16) + 0.5
     x = torch.randn(tokens, H, device="cuda", dtype=bf16) * 3
     layer, _ = paged(1, 4096, 1)
     inv_freq, concentration = reference.yarn_inv_freq(64, 150000.0, 32.0, 4096, 32.0, 1.0)
@@ -185,14 +184,10 @@ def projections(tokens: int, pdl: bool) -> list[Record]:
     query = torch.full((tokens, Q, D), float("nan"), device="cuda", dtype=bf16)
 
     def run(weight: Tensor) -> Tensor:
-        return skinny.qkv_rope(
-            x, norm_weight, 1e-5, weight, qkv_bias, positions, slot, table, layer, query, pdl
-        )
+        return skinny.qkv_rope(x, weight, qkv_bias, positions, slot, table, layer, query, pdl)
 
     run(qkv[0])
-    plain = reference.linear(
-        reference.rms_norm(x.float(), norm_weight, 1e-5), qkv[0].float(), qkv_bias.float()
-    )
+    plain = reference.linear(x.float(), qkv[0].float(), qkv_bias.float())
     heads = plain.view(tokens, Q + 2 * G, D)
     angle = positions.double()[:, None] * inv_freq.cuda().double()
     cos, sin = (angle.cos() * concentration)[:, None].float(), (angle.sin() * concentration)[:, None].float()
@@ -208,16 +203,7 @@ def projections(tokens: int, pdl: bool) -> list[Record]:
     suffix = " pdl" if pdl else ""
     floor = 5120 * H * 2 / BYTES_PER_S * 1e6
     us = graph_time_us([partial(run, w) for w in qkv], rounds=10)
-    rows = [record("norm+qkv+rope+write" + suffix, f"T={tokens}", error, 1e-2, us, floor)]
-
-    def run_normed(weight: Tensor) -> Tensor:
-        return skinny.qkv_rope(x, None, 1e-5, weight, qkv_bias, positions, slot, table, layer, query, pdl)
-
-    run_normed(qkv[0])
-    value = reference.linear(x.float(), qkv[0].float(), qkv_bias.float()).view(tokens, -1, D)[:, Q + G :]
-    error = relative_error(layer[slot // S, :, 1, slot % S], value)
-    us = graph_time_us([partial(run_normed, w) for w in qkv], rounds=10)
-    rows.append(record("qkv+rope+write" + suffix, f"T={tokens}", error, 1e-2, us, floor))
+    rows = [record("qkv+rope+write" + suffix, f"T={tokens}", error, 1e-2, us, floor)]
     attended = torch.randn(tokens, 4096, device="cuda", dtype=bf16)
     residual = x.clone()
     skinny.output_projection_(attended, proj[0], out_bias, residual, pdl)

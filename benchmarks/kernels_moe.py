@@ -77,7 +77,7 @@ def layer_error(
     """Relative L2 of the whole layer against the plain op in float32, poisoned first."""
     layer.workspace.hidden.fill_(0x7F)  # NaN
     layer.workspace.partial.fill_(float("nan"))
-    out = decode.moe_streamed(x, routing, layer.experts, layer.workspace, torch.full_like(x, float("nan")))
+    out = decode.moe_streamed(routing, layer.experts, layer.workspace, torch.full_like(x, float("nan")))
     used, local = torch.unique(routing.expert_ids, return_inverse=True)
     plain = reference.moe(
         x.float(),
@@ -91,30 +91,22 @@ def layer_error(
     return relative_error(out, plain)
 
 
-def experts_only(x: Tensor, routing: Routing, layer: Layer) -> None:
-    """Both projections without routing and combine."""
-    decode.run_experts(x, routing, layer.experts, layer.workspace)
-
-
 def whole(x: Tensor, layer: Layer, plan: LaunchPlan, out: Tensor) -> None:
     """Route, both projections, combine."""
     routing = decode.route_grouped(x, layer.router, layer.router_bias, layer.workspace, plan)
-    decode.moe_streamed(x, routing, layer.experts, layer.workspace, out)
+    decode.moe_streamed(routing, layer.experts, layer.workspace, out)
 
 
 def measure(layers: list[Layer], tokens: int, plan: LaunchPlan, rounds: int) -> dict[str, float]:
     """Times of the parts in microseconds a layer, and the bytes' floor."""
     inputs = [torch.randn(tokens, DIM, device="cuda").bfloat16() for _ in layers]
     out = torch.empty(tokens, DIM, device="cuda", dtype=torch.bfloat16)
-    routings, distinct = [], 0
+    distinct = 0
     for layer, x in zip(layers, inputs, strict=True):
         routing = decode.route_grouped(x, layer.router, layer.router_bias, layer.workspace, plan)
-        routings.append(routing)
         distinct += len(set(routing.expert_ids.flatten().tolist()))
-    pairs = zip(inputs, routings, layers, strict=True)
     steps = zip(inputs, layers, strict=True)
     return {
-        "experts": graph_time_us([partial(experts_only, *each) for each in pairs], rounds=rounds),
         "layer": graph_time_us([partial(whole, x, layer, plan, out) for x, layer in steps], rounds=rounds),
         "route": graph_time_us(
             [
@@ -143,8 +135,8 @@ def decode_point(
     print(
         f"{model:5s} B={tokens:<4d} tile={plan.token_tile:<2d} "
         f"pdl={int(plan.overlap)} err {error:8.1e} {'ok ' if error <= BOUND else 'BAD'}"
-        f" experts {times['experts']:7.1f} layer {times['layer']:7.1f} route {times['route']:5.1f}"
-        f" floor {times['floor']:6.1f} us  {times['floor'] / times['experts']:.2f}",
+        f" layer {times['layer']:7.1f} route {times['route']:5.1f}"
+        f" floor {times['floor']:6.1f} us  {times['floor'] / times['layer']:.2f}",
         flush=True,
     )
     return {

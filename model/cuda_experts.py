@@ -43,8 +43,21 @@ class ExpertLayers(Protocol):
     def add_layer(self, experts: CheckpointExperts) -> None:
         """Take the next layer, in order; the checkpoint's form may be freed afterwards."""
 
-    def forward(self, layer: int, x: Tensor, normed: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:
-        """``x + experts(normed)`` and its RMSNorm with ``following_norm``; all [T, H], x may be reused."""
+    def forward(
+        self,
+        layer: int,
+        x: Tensor,
+        normed: Tensor | None,
+        norm: Tensor,
+        following_norm: Tensor,
+        following_weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """``x + experts(normed)`` and its RMSNorm with ``following_norm``; all [T, H], x may be reused.
+
+        Args:
+            normed: the RMSNorm of x with ``norm``; None has it made here.
+            following_weights: what the next launch reads; it may be fetched ahead.
+        """
 
 
 class PortableExpertLayers:
@@ -58,9 +71,18 @@ class PortableExpertLayers:
         """Take the next layer."""
         self._layers.append(experts)
 
-    def forward(self, layer: int, x: Tensor, normed: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        layer: int,
+        x: Tensor,
+        normed: Tensor | None,
+        norm: Tensor,
+        following_norm: Tensor,
+        following_weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         """See ``ExpertLayers``."""
         config, experts = self._config, self._layers[layer]
+        normed = rms_norm(x, norm, config.rms_norm_eps) if normed is None else normed
         ids, weights = route(normed, experts.gate_weight, experts.gate_bias, config.experts_per_token)
         x = portable_moe.moe(
             *(normed, ids, weights, experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias),
@@ -110,17 +132,31 @@ class HopperExpertLayers:
         self.inexact_blocks += exponents.inexact_blocks
         self.blocks += exponents.blocks
 
-    def forward(self, layer: int, x: Tensor, normed: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        layer: int,
+        x: Tensor,
+        normed: Tensor | None,
+        norm: Tensor,
+        following_norm: Tensor,
+        following_weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         """See ``ExpertLayers``."""
         config = self._config
         gate_weight, gate_bias = self._routers[layer]
         if streams_4_bit(x.shape[0], config.num_experts):
-            routing = route_grouped(normed, gate_weight, gate_bias, self._workspace)
+            routed, own_norm = (x, norm) if normed is None else (normed, None)
+            routing = route_grouped(
+                *(routed, gate_weight, gate_bias, self._workspace),
+                norm_weight=own_norm,
+                eps=config.rms_norm_eps,
+            )
             normed = moe_add_rms_norm(
-                *(normed, routing, self._streamed[layer], self._workspace, x, following_norm),
-                config.rms_norm_eps,
+                *(routing, self._streamed[layer], self._workspace, x, following_norm, config.rms_norm_eps),
+                next_weights=following_weights,
             )
             return x, normed
+        normed = rms_norm(x, norm, config.rms_norm_eps) if normed is None else normed
         ids, weights = route(normed, gate_weight, gate_bias, config.experts_per_token)
         if self.resident_fp8:
             out = moe_fp8(normed, ids, weights, self._fp8[layer], self._fp8_buffers(x.shape[0]))

@@ -145,9 +145,13 @@ class CudaTransformer:
                 if after_layer is not None:
                     after_layer(index)
                 return normed
-            normed = self._output_projection(x, mixed, weights)
-            following = self._layers[index + 1].attn_norm if index + 1 < len(self._layers) else self._norm
-            x, normed = self._experts.forward(index, x, normed, following)
+            mlp_input = self._output_projection(x, mixed, weights)
+            following = self._layers[index + 1] if index + 1 < len(self._layers) else None
+            x, normed = self._experts.forward(
+                *(index, x, mlp_input, weights.mlp_norm),
+                self._norm if following is None else following.attn_norm,
+                self._unembedding if following is None else following.qkv_weight,
+            )
             if after_layer is not None:
                 after_layer(index)
         return normed
@@ -183,9 +187,10 @@ class CudaTransformer:
         query = torch.empty(tokens, heads, dim, dtype=normed.dtype, device=normed.device)
         if self._skinny(tokens):
             skinny.qkv_rope(
-                *(normed, None, self.config.rms_norm_eps, weights.qkv_weight, weights.qkv_bias),
-                *(positions, sequences.slot, self._rotation, kv_layer, query),
+                *(normed, weights.qkv_weight, weights.qkv_bias, positions, sequences.slot),
+                *(self._rotation, kv_layer, query),
                 pdl=True,
+                next_weights=weights.out_weight,
             )
         else:
             qkv = torch.nn.functional.linear(normed, weights.qkv_weight, weights.qkv_bias)
@@ -201,15 +206,14 @@ class CudaTransformer:
             return kernel.full(query, kv_layer, sequences, weights.sinks, scale, out)
         return kernel.sliding(query, kv_layer, sequences, weights.sinks, window, scale, out)
 
-    def _output_projection(self, x: Tensor, mixed: Tensor, weights: LayerWeights) -> Tensor:
-        """``x += mixed W^T + b`` in place; returns the norm of it, the input of the experts."""
+    def _output_projection(self, x: Tensor, mixed: Tensor, weights: LayerWeights) -> Tensor | None:
+        """``x += mixed W^T + b`` in place; returns its norm, or None where the router norms x itself."""
         mixed = mixed.view(x.shape[0], -1)
-        eps = self.config.rms_norm_eps
         if self._skinny(x.shape[0]):
             skinny.output_projection_(mixed, weights.out_weight, weights.out_bias, x, pdl=True)
-            return rms_norm(x, weights.mlp_norm, eps, pdl=True)
+            return None
         delta = torch.nn.functional.linear(mixed, weights.out_weight, weights.out_bias)
-        return add_rms_norm_(delta, x, weights.mlp_norm, eps)
+        return add_rms_norm_(delta, x, weights.mlp_norm, self.config.rms_norm_eps)
 
     def _skinny(self, tokens: int) -> bool:
         return self.road is Road.HOPPER and tokens <= skinny.MAX_TOKENS

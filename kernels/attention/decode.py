@@ -171,8 +171,8 @@ def _merge_splits(
     """One query head of one sequence: weigh the splits' parts by their maxima and add them up."""
     row = tl.program_id(0)
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # the projection behind fetches its weights meanwhile
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     split = tl.arange(0, BLOCK)
     inside = split < SPLITS
     part = row * SPLITS + split
@@ -206,8 +206,8 @@ def _decode_sliding(
     b = tl.program_id(0)
     g = tl.program_id(1)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     length = tl.load(len_ptr + b)
     query, at, rows = _load_query(q_ptr, b, g, sm_scale_log2, HEADS, GROUP, DIM)
     sink = (

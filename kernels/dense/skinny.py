@@ -1,7 +1,8 @@
 """Dense projections for at most 16 tokens on sm_90: CUDA kernels of our own (skinny.cu) behind torch tensors.
 
-Each call fuses what stands around the projection: the norm in front of QKV, the bias,
-the rotation and the page write behind QKV, the residual add behind the output projection.
+Each call fuses what stands around the projection: the bias, the rotation and the page write behind QKV, the
+residual add behind the output projection. A call may also name the weights that the launches behind it will
+read (``next_weights``): they are fetched into L2 while memory would be idle.
 """
 
 from __future__ import annotations
@@ -14,32 +15,41 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.cuda_library import CudaLibrary, check_launch
+from antiphon.kernels.l2_prefetch import prefetch_arguments
 
 MAX_TOKENS = 16
 HIDDEN = 2880
 QUERY_WIDTH = 4096
 
-LIBRARY = CudaLibrary("skinny", (Path(__file__).with_name("skinny.cu"),))
+_HERE = Path(__file__).parent
+LIBRARY = CudaLibrary(
+    "skinny", (_HERE / "skinny.cu",), headers=(_HERE.parent / "moe" / "csrc" / "hopper.cuh",)
+)
 
 
 @cache
 def _library() -> ctypes.CDLL:
     library = LIBRARY.load()
-    pointer, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+    pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     library.antiphon_qkv_rope.argtypes = [
-        *(pointer, pointer, pointer, pointer, real, number),
-        *(pointer, pointer, pointer, pointer, pointer, ctypes.c_int64),
-        *(number, number, number, number, pointer),
+        *(pointer, pointer, pointer, number, pointer, pointer, pointer, pointer, pointer, long),
+        *(number, number, number, pointer, long, number, number, pointer),
     ]
     library.antiphon_output_projection.argtypes = [
-        *(pointer, pointer, pointer, pointer, number, number, number, pointer)
+        *(pointer, pointer, pointer, pointer, number, number, pointer, long, number, number, pointer)
     ]
-    library.antiphon_logits.argtypes = [*(pointer, pointer, pointer, number, number, number, pointer)]
+    library.antiphon_logits.argtypes = [*(pointer, pointer, pointer, number, number, number, number, pointer)]
     return library
 
 
-def _stream() -> int:
-    return torch.cuda.current_stream().cuda_stream
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _launch_options(x: Tensor, pdl: bool) -> tuple[int, int, int]:
+    """Blocks, programmatic dependent launch, stream."""
+    return _processors(x.device), int(pdl), torch.cuda.current_stream().cuda_stream
 
 
 def _require(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
@@ -49,10 +59,15 @@ def _require(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: s
         )
 
 
+def _require_projection(tokens: int, rows: int) -> None:
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise ValueError(f"{tokens} tokens, expected 1 to {MAX_TOKENS}")
+    if rows % 8:
+        raise ValueError(f"{rows} rows are not a multiple of 8")
+
+
 def qkv_rope(
     x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
     weight: Tensor,
     bias: Tensor,
     positions: Tensor,
@@ -61,27 +76,25 @@ def qkv_rope(
     kv_layer: Tensor,
     query: Tensor,
     pdl: bool = False,
+    next_weights: Tensor | None = None,
 ) -> Tensor:
     """QKV projection with bias, YaRN rotation, and the write of k and v to their pages.
 
     Args:
-        x: [T, 2880] bf16, 1 <= T <= 16: the residual stream, to be RMS-normalised here with ``norm_weight``
-            [2880] bf16; or, when that is None, states that are normed already.
+        x: [T, 2880] bf16, 1 <= T <= 16: states that are normed already.
         weight: [(Q + 2 G) * 64, 2880] bf16. bias: [(Q + 2 G) * 64] bf16.
         positions, slot: [T] int64; a negative slot is not stored.
         rotation: [positions, 32, 2] float32 from ``rope.rotation_table``.
         kv_layer: [N, G, 2, S, 64] bf16 view with contiguous inner dimensions.
         query: [T, Q, 64] bf16 output, returned.
+        pdl: programmatic dependent launch.
     """
     tokens = x.shape[0]
     kv_heads, page_size = kv_layer.shape[1], kv_layer.shape[3]
     query_heads = query.shape[1]
     rows = (query_heads + 2 * kv_heads) * 64
-    if not 1 <= tokens <= MAX_TOKENS:
-        raise ValueError(f"{tokens} tokens, expected 1 to {MAX_TOKENS}")
+    _require_projection(tokens, rows)
     _require(x, (tokens, HIDDEN), torch.bfloat16, "x")
-    if norm_weight is not None:
-        _require(norm_weight, (HIDDEN,), torch.bfloat16, "norm_weight")
     _require(weight, (rows, HIDDEN), torch.bfloat16, "weight")
     _require(bias, (rows,), torch.bfloat16, "bias")
     _require(positions, (tokens,), torch.int64, "positions")
@@ -92,43 +105,36 @@ def qkv_rope(
             f"kv_layer is {tuple(kv_layer.shape)} {kv_layer.dtype}, expected [N, G, 2, S, 64] bf16"
         )
     status = _library().antiphon_qkv_rope(
-        *(x.data_ptr(), weight.data_ptr(), bias.data_ptr()),
-        *(None if norm_weight is None else norm_weight.data_ptr(), eps, tokens),
-        *(positions.data_ptr(), slot.data_ptr(), rotation.data_ptr(), query.data_ptr(), kv_layer.data_ptr()),
-        *(kv_layer.stride(0), query_heads, kv_heads, page_size, int(pdl), _stream()),
+        *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), tokens, positions.data_ptr(), slot.data_ptr()),
+        *(rotation.data_ptr(), query.data_ptr(), kv_layer.data_ptr(), kv_layer.stride(0)),
+        *(query_heads, kv_heads, page_size, *prefetch_arguments(next_weights), *_launch_options(x, pdl)),
     )
     check_launch(status, "qkv_rope")
     return query
 
 
 def output_projection_(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, pdl: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    pdl: bool = False,
+    next_weights: Tensor | None = None,
 ) -> Tensor:
     """``residual += x @ weight.T + bias`` in place.
 
     Args:
-        x: [T, 4096] bf16. weight: [H, 4096] bf16, H a multiple of 16. bias: [H] bf16. residual: [T, H] bf16.
+        x: [T, 4096] bf16. weight: [H, 4096] bf16, H a multiple of 8. bias: [H] bf16. residual: [T, H] bf16.
     """
     tokens, rows = x.shape[0], weight.shape[0]
-    if not 1 <= tokens <= MAX_TOKENS:
-        raise ValueError(f"{tokens} tokens, expected 1 to {MAX_TOKENS}")
-    if rows % 16:
-        raise ValueError(f"{rows} rows are not a multiple of 16")
+    _require_projection(tokens, rows)
     _require(x, (tokens, QUERY_WIDTH), torch.bfloat16, "x")
     _require(weight, (rows, QUERY_WIDTH), torch.bfloat16, "weight")
     _require(bias, (rows,), torch.bfloat16, "bias")
     _require(residual, (tokens, rows), torch.bfloat16, "residual")
     status = _library().antiphon_output_projection(
-        *(
-            x.data_ptr(),
-            weight.data_ptr(),
-            bias.data_ptr(),
-            residual.data_ptr(),
-            tokens,
-            rows,
-            int(pdl),
-            _stream(),
-        )
+        *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), residual.data_ptr(), tokens, rows),
+        *(*prefetch_arguments(next_weights), *_launch_options(x, pdl)),
     )
     check_launch(status, "output_projection")
     return residual
@@ -137,15 +143,12 @@ def output_projection_(
 def logits(x: Tensor, weight: Tensor, out: Tensor, pdl: bool = False) -> Tensor:
     """Unembedding of normed states. x: [T, 2880] bf16, weight: [V, 2880] bf16 -> out [T, V] float32."""
     tokens, rows = x.shape[0], weight.shape[0]
-    if not 1 <= tokens <= MAX_TOKENS:
-        raise ValueError(f"{tokens} tokens, expected 1 to {MAX_TOKENS}")
-    if rows % 16:
-        raise ValueError(f"{rows} rows are not a multiple of 16")
+    _require_projection(tokens, rows)
     _require(x, (tokens, HIDDEN), torch.bfloat16, "x")
     _require(weight, (rows, HIDDEN), torch.bfloat16, "weight")
     _require(out, (tokens, rows), torch.float32, "out")
     status = _library().antiphon_logits(
-        *(x.data_ptr(), weight.data_ptr(), out.data_ptr(), tokens, rows, int(pdl), _stream())
+        *(x.data_ptr(), weight.data_ptr(), out.data_ptr(), tokens, rows, *_launch_options(x, pdl))
     )
     check_launch(status, "logits")
     return out

@@ -21,19 +21,21 @@ LIBRARY = CudaLibrary(
     headers=tuple(sorted(_SOURCES.glob("*.cuh"))),
 )
 
-_POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+_POINTER, _NUMBER, _LONG, _REAL = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    # x, order, tiles, tile_count, activations, scale, top_k, token_tile, max_tiles, overlap, stream
-    "antiphon_moe_split": (*(_POINTER,) * 6, *(_NUMBER,) * 4, _POINTER),
-    # weights, bias, activations, scale, tiles, tile_count, hidden, token_tile, grid, overlap, stream
-    "antiphon_moe_gate_up": (*(_POINTER,) * 7, *(_NUMBER,) * 3, _POINTER),
-    # weights, bias, hidden, order, tiles, tile_count, pair_weight, partial, token_tile, grid, overlap, stream
-    "antiphon_moe_down": (*(_POINTER,) * 8, *(_NUMBER,) * 3, _POINTER),
-    # ids, pairs, order, tiles, tile_count, first_expert, experts, token_tile, overlap, stream
-    "antiphon_moe_group": (_POINTER, _NUMBER, *(_POINTER,) * 3, *(_NUMBER,) * 4, _POINTER),
-    # x, weight, bias, logits, ids, weights, tickets, tokens, all_experts, order, tiles, tile_count,
-    # first_expert, experts, token_tile, overlap, stream
-    "antiphon_moe_route": (*(_POINTER,) * 7, *(_NUMBER,) * 2, *(_POINTER,) * 3, *(_NUMBER,) * 4, _POINTER),
+    # x, activations, scale, tokens, token_tile, overlap, stream
+    "antiphon_moe_split": (*(_POINTER,) * 3, *(_NUMBER,) * 3, _POINTER),
+    # gate_up, gate_up_bias, down, down_bias, activations, scale, order, tiles, tile_count, ready, hidden,
+    # pair_weight, partial, next_weights, next_bytes, max_tiles, token_tile, grid, overlap, stream
+    "antiphon_moe_experts": (*(_POINTER,) * 14, _LONG, *(_NUMBER,) * 4, _POINTER),
+    # ids, pairs, order, tiles, tile_count, ready, first_expert, experts, token_tile, overlap, stream
+    "antiphon_moe_group": (_POINTER, _NUMBER, *(_POINTER,) * 4, *(_NUMBER,) * 4, _POINTER),
+    # x, norm, eps, weight, bias, logits, ids, weights, activations, scale, tickets, tokens, all_experts,
+    # order, tiles, tile_count, ready, first_expert, experts, token_tile, overlap, stream
+    "antiphon_moe_route": (
+        *(_POINTER, _POINTER, _REAL, *(_POINTER,) * 8, _NUMBER, _NUMBER, *(_POINTER,) * 4),
+        *(*(_NUMBER,) * 4, _POINTER),
+    ),
     # partial, ids, out, tokens, first_expert, experts, overlap, stream
     "antiphon_moe_combine": (*(_POINTER,) * 3, *(_NUMBER,) * 4, _POINTER),
     # partial, ids, residual, norm, out, new_residual, eps, tokens, first_expert, experts, overlap, stream
@@ -73,7 +75,7 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def launch(name: str, *arguments: int | float) -> None:
+def launch(name: str, *arguments: int | float | None) -> None:
     """Launch ``antiphon_moe_<name>`` on torch's current stream, which is appended to the arguments.
 
     Raises:

@@ -1,8 +1,12 @@
 """The MoE of a small batch on sm_90: MXFP4 weights streamed once, bf16 activations, deterministic combine.
 
-Five launches a layer: route (logits, top-4, softmax, grouping), split (activations into two e4m3 parts),
-gate/up with SwiGLU, down with the routing weight, combine (optionally with the residual add and the next
-norm). Each may overlap its predecessor's end (programmatic dependent launch) when the plan says ``overlap``.
+Three launches a layer: route (optionally the norm in front; logits, top-4, softmax, grouping, and the split
+of the activations into two e4m3 parts), experts (both projections), combine (optionally with the residual
+add and the next norm). Each may overlap its predecessor's end (programmatic dependent launch) when the plan
+says ``overlap``.
+
+Blocks of the experts' launch wait for one another, one block per SM: of the streams that share a device's
+SMs at a time, only one may run it.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from antiphon.kernels.l2_prefetch import prefetch_arguments
 from antiphon.kernels.moe.build import launch
 from antiphon.kernels.moe.streamed import DIM, StreamedExperts
 
@@ -54,7 +59,8 @@ def plan_launch(tokens: int, experts: int) -> LaunchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which experts serve which tokens, and the same grouped by expert.
+    """Which experts serve which tokens, and the same grouped by expert. Until the next one is made, the
+    workspace also holds the split activations of its tokens.
 
     Attributes:
         expert_ids: [T, 4] int64, of the whole model; a negative id is padding.
@@ -119,21 +125,30 @@ class MoeWorkspace:
         self.tile_count = torch.zeros(1, dtype=torch.int32, device=device)
         self.logits = torch.empty(max_tokens, all_experts, dtype=torch.float32, device=device)
         self.tickets = torch.zeros(1 + max_tokens, dtype=torch.int32, device=device)
-        # Activations of a token: 2880 columns in two e4m3 parts.
+        self.ready = torch.zeros(tiles, dtype=torch.int32, device=device)
+        # Activations of a token: 2880 columns in two e4m3 parts; hidden states lie in tiles.
         tile_bytes = max(max_tiles(pairs, self.experts, tile) * tile for tile in TOKEN_TILES) * 2 * DIM
-        self.activations = torch.empty(tile_bytes, dtype=torch.uint8, device=device)
+        self.activations = torch.empty(max_tokens, 2 * DIM, dtype=torch.uint8, device=device)
         self.hidden = torch.empty(tile_bytes, dtype=torch.uint8, device=device)
-        self.scale = torch.empty(pairs, dtype=torch.float32, device=device)
+        self.scale = torch.empty(max_tokens, dtype=torch.float32, device=device)
         self.partial = torch.empty(pairs, DIM, dtype=torch.float32, device=device)
 
 
 def route_grouped(
-    x: Tensor, weight: Tensor, bias: Tensor, workspace: MoeWorkspace, plan: LaunchPlan | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    workspace: MoeWorkspace,
+    plan: LaunchPlan | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Routing:
-    """``reference.route`` with top_k 4 and the grouping by expert, in one launch.
+    """``reference.route`` with top_k 4, the grouping by expert and the split, in one launch.
 
     Args:
         x: [T, 2880] bf16. weight: [E, 2880] bf16. bias: [E] bf16.
+        norm_weight: [2880] bf16: x is the residual stream, and its RMSNorm is routed (unrounded) and split
+            (rounded to bf16). None: x is normed already.
 
     Returns:
         views of the workspace's buffers, valid until its next routing.
@@ -141,57 +156,68 @@ def route_grouped(
     tokens = _check_tokens(x, workspace)
     _check(weight, (workspace.all_experts, DIM), torch.bfloat16, "router weight")
     _check(bias, (workspace.all_experts,), torch.bfloat16, "router bias")
+    if norm_weight is not None:
+        _check(norm_weight, (DIM,), torch.bfloat16, "norm_weight")
     plan = plan or plan_launch(tokens, workspace.all_experts)
     ids, weights = workspace.expert_ids[:tokens], workspace.expert_weights[:tokens]
     launch(
         "route",
-        *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), workspace.logits.data_ptr()),
-        *(ids.data_ptr(), weights.data_ptr(), workspace.tickets.data_ptr(), tokens, workspace.all_experts),
-        *(workspace.order.data_ptr(), workspace.tiles.data_ptr(), workspace.tile_count.data_ptr()),
+        *(x.data_ptr(), None if norm_weight is None else norm_weight.data_ptr(), eps),
+        *(weight.data_ptr(), bias.data_ptr(), workspace.logits.data_ptr(), ids.data_ptr()),
+        *(weights.data_ptr(), workspace.activations.data_ptr(), workspace.scale.data_ptr()),
+        *(workspace.tickets.data_ptr(), tokens, workspace.all_experts, workspace.order.data_ptr()),
+        *(workspace.tiles.data_ptr(), workspace.tile_count.data_ptr(), workspace.ready.data_ptr()),
         *(workspace.first_expert, workspace.experts, plan.token_tile, int(plan.overlap)),
     )
     return Routing(ids, weights, workspace.order, workspace.tiles, workspace.tile_count, plan)
 
 
 def group(
-    expert_ids: Tensor, expert_weights: Tensor, workspace: MoeWorkspace, plan: LaunchPlan | None = None
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    workspace: MoeWorkspace,
+    plan: LaunchPlan | None = None,
 ) -> Routing:
-    """Group a routing that was made elsewhere. expert_ids [T, 4] int64, expert_weights [T, 4] bf16."""
-    tokens = expert_ids.shape[0]
-    if not 1 <= tokens <= workspace.max_tokens:
-        raise ValueError(f"{tokens} tokens, the workspace holds 1 to {workspace.max_tokens}")
+    """The grouping by expert and the split of a routing that was made elsewhere, in two launches.
+
+    Args:
+        x: [T, 2880] bf16, normed. expert_ids: [T, 4] int64. expert_weights: [T, 4] bf16.
+    """
+    tokens = _check_tokens(x, workspace)
     _check(expert_ids, (tokens, TOP_K), torch.int64, "expert_ids")
     _check(expert_weights, (tokens, TOP_K), torch.bfloat16, "expert_weights")
     plan = plan or plan_launch(tokens, workspace.all_experts)
     launch(
         "group",
         *(expert_ids.data_ptr(), tokens * TOP_K, workspace.order.data_ptr(), workspace.tiles.data_ptr()),
-        *(workspace.tile_count.data_ptr(), workspace.first_expert, workspace.experts, plan.token_tile),
-        int(plan.overlap),
+        *(workspace.tile_count.data_ptr(), workspace.ready.data_ptr()),
+        *(workspace.first_expert, workspace.experts, plan.token_tile, int(plan.overlap)),
+    )
+    launch(
+        "split",
+        *(x.data_ptr(), workspace.activations.data_ptr(), workspace.scale.data_ptr()),
+        *(tokens, plan.token_tile, int(plan.overlap)),
     )
     return Routing(expert_ids, expert_weights, workspace.order, workspace.tiles, workspace.tile_count, plan)
 
 
 def moe_streamed(
-    x: Tensor,
-    routing: Routing,
-    experts: StreamedExperts,
-    workspace: MoeWorkspace,
-    out: Tensor | None = None,
+    routing: Routing, experts: StreamedExperts, workspace: MoeWorkspace, out: Tensor | None = None
 ) -> Tensor:
-    """``reference.moe`` on streamed weights; the sum of this rank's experts.
+    """``reference.moe`` on streamed weights; the sum of this rank's experts. Once per routing.
 
     Args:
-        x: [T, 2880] bf16.
         out: [T, 2880] bf16, allocated when None.
 
     Returns:
         ``out``: float32 sums over k in order, rounded once; identical from run to run.
     """
-    tokens = _check_tokens(x, workspace)
-    out = torch.empty_like(x) if out is None else out
+    tokens = routing.expert_ids.shape[0]
+    if out is None:
+        out = torch.empty(tokens, DIM, dtype=torch.bfloat16, device=workspace.partial.device)
     _check(out, (tokens, DIM), torch.bfloat16, "out")
-    run_experts(x, routing, experts, workspace)
+    run_experts(routing, experts, workspace)
     launch(
         "combine",
         *(workspace.partial.data_ptr(), routing.expert_ids.data_ptr(), out.data_ptr(), tokens),
@@ -201,7 +227,6 @@ def moe_streamed(
 
 
 def moe_add_rms_norm(
-    x: Tensor,
     routing: Routing,
     experts: StreamedExperts,
     workspace: MoeWorkspace,
@@ -209,21 +234,23 @@ def moe_add_rms_norm(
     norm_weight: Tensor,
     eps: float,
     out: Tensor | None = None,
+    next_weights: Tensor | None = None,
 ) -> Tensor:
     """``moe_streamed``, then ``residual += moe`` in place, then the next RMSNorm of the new residual.
 
     Args:
-        x, residual: [T, 2880] bf16. norm_weight: [2880] bf16.
+        residual: [T, 2880] bf16. norm_weight: [2880] bf16.
+        next_weights: see ``run_experts``.
 
     Returns:
         the normed states [T, 2880] bf16.
     """
-    tokens = _check_tokens(x, workspace)
-    out = torch.empty_like(x) if out is None else out
+    tokens = routing.expert_ids.shape[0]
+    out = torch.empty_like(residual) if out is None else out
     _check(out, (tokens, DIM), torch.bfloat16, "out")
     _check(residual, (tokens, DIM), torch.bfloat16, "residual")
     _check(norm_weight, (DIM,), torch.bfloat16, "norm_weight")
-    run_experts(x, routing, experts, workspace)
+    run_experts(routing, experts, workspace, next_weights)
     launch(
         "combine_norm",
         *(workspace.partial.data_ptr(), routing.expert_ids.data_ptr(), residual.data_ptr()),
@@ -233,30 +260,29 @@ def moe_add_rms_norm(
     return out
 
 
-def run_experts(x: Tensor, routing: Routing, experts: StreamedExperts, workspace: MoeWorkspace) -> None:
-    """Split and both projections, without the combine: x -> workspace.hidden -> workspace.partial."""
+def run_experts(
+    routing: Routing,
+    experts: StreamedExperts,
+    workspace: MoeWorkspace,
+    next_weights: Tensor | None = None,
+) -> None:
+    """Both projections of the split activations, once per routing: activations -> partial of the workspace.
+
+    ``next_weights``: what the launches behind will read, fetched into L2 while memory would be idle.
+    """
     if experts.experts != workspace.experts:
         raise ValueError(f"weights of {experts.experts} experts, the workspace is for {workspace.experts}")
     plan = routing.plan
-    tiles = (routing.tiles.data_ptr(), routing.tile_count.data_ptr())
-    hidden = workspace.hidden.data_ptr()
-    activations, scale = workspace.activations.data_ptr(), workspace.scale.data_ptr()
-    shape = (plan.token_tile, workspace.blocks, int(plan.overlap))
-    limit = max_tiles(x.shape[0] * TOP_K, workspace.experts, plan.token_tile)
     launch(
-        "split",
-        *(x.data_ptr(), routing.order.data_ptr(), *tiles, activations, scale),
-        *(TOP_K, plan.token_tile, limit, int(plan.overlap)),
-    )
-    launch(
-        "gate_up",
-        *(experts.gate_up.data_ptr(), experts.gate_up_bias.data_ptr(), activations, scale),
-        *(*tiles, hidden, *shape),
-    )
-    launch(
-        "down",
-        *(experts.down.data_ptr(), experts.down_bias.data_ptr(), hidden, routing.order.data_ptr(), *tiles),
-        *(routing.expert_weights.data_ptr(), workspace.partial.data_ptr(), *shape),
+        "experts",
+        *(experts.gate_up.data_ptr(), experts.gate_up_bias.data_ptr()),
+        *(experts.down.data_ptr(), experts.down_bias.data_ptr()),
+        *(workspace.activations.data_ptr(), workspace.scale.data_ptr(), routing.order.data_ptr()),
+        *(routing.tiles.data_ptr(), routing.tile_count.data_ptr(), workspace.ready.data_ptr()),
+        *(workspace.hidden.data_ptr(), routing.expert_weights.data_ptr(), workspace.partial.data_ptr()),
+        *prefetch_arguments(next_weights),
+        max_tiles(routing.expert_ids.shape[0] * TOP_K, workspace.experts, plan.token_tile),
+        *(plan.token_tile, workspace.blocks, int(plan.overlap)),
     )
 
 

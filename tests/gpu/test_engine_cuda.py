@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,8 +47,11 @@ def model() -> CudaTransformer:
 @contextmanager
 def no_waiting() -> Iterator[None]:
     """Anything that waits for the device meanwhile is an error."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            # Said once, after the mode was set: as an error it would leave the mode on for other tests.
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

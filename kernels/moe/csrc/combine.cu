@@ -20,17 +20,17 @@ struct CombineArguments {
   int first_expert, experts;
 };
 
-// Sum over a token's four experts of four columns, in order; pairs of other ranks and of padding count nothing.
+// Sum over a token's four experts of four columns, in order; pairs of other ranks and of padding count nothing. All
+// are loaded, whoever they belong to: their addresses do not have to wait for the ids.
 __device__ __forceinline__ float4 sum_pairs(const CombineArguments& a, int token, int column) {
-  long long local[kTopK];
-#pragma unroll
-  for (int k = 0; k < kTopK; ++k) local[k] = a.ids[token * kTopK + k] - a.first_expert;
   float4 part[kTopK];
+  const float* row = a.partial + static_cast<size_t>(token * kTopK) * kHidden + column;
+#pragma unroll
+  for (int k = 0; k < kTopK; ++k) part[k] = *reinterpret_cast<const float4*>(row + static_cast<size_t>(k) * kHidden);
 #pragma unroll
   for (int k = 0; k < kTopK; ++k) {
-    part[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (local[k] >= 0 && local[k] < a.experts)
-      part[k] = *reinterpret_cast<const float4*>(a.partial + static_cast<size_t>(token * kTopK + k) * kHidden + column);
+    const long long local = a.ids[token * kTopK + k] - a.first_expert;
+    if (local < 0 || local >= a.experts) part[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
   float4 sum = part[0];
 #pragma unroll
@@ -55,8 +55,8 @@ __device__ __forceinline__ float4 unpack4(uint2 v) {
 constexpr int kCombineThreads = 240;
 
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ CombineArguments a) {
+  grid_dependency_trigger();  // what follows fetches its weights meanwhile
   grid_dependency_wait();
-  grid_dependency_trigger();
   const int token = blockIdx.y, column = (blockIdx.x * kCombineThreads + threadIdx.x) * 4;
   *reinterpret_cast<uint2*>(a.out + static_cast<size_t>(token) * kHidden + column) =
       pack4(sum_pairs(a, token, column));
@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(kNormThreads) combine_norm_kernel(const __grid
   const bool active = column < kHidden;
   uint2 gain = make_uint2(0, 0);
   if (active) gain = *reinterpret_cast<const uint2*>(a.norm + column);
+  grid_dependency_trigger();  // what follows fetches its weights meanwhile
   grid_dependency_wait();
-  grid_dependency_trigger();
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (active) {
     const float4 moe = unpack4(pack4(sum_pairs(a, token, column)));  // rounded, as the plain op returns it

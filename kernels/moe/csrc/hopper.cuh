@@ -8,15 +8,27 @@
 
 #include <cstdint>
 
-namespace antiphon {
+// The tests run kernels on the host, thread by thread: ANTIPHON_ON_HOST names a header with the same functions.
+#ifdef ANTIPHON_ON_HOST
+#include ANTIPHON_ON_HOST
+#else
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+// The block's dynamic shared memory.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) uint8_t name[]
+
+#endif
+
+namespace antiphon {
 
 // The two bf16 numbers of a word.
 __device__ __forceinline__ float low_half(uint32_t word) { return __uint_as_float(word << 16); }
 __device__ __forceinline__ float high_half(uint32_t word) { return __uint_as_float(word & 0xFFFF0000u); }
+
+#ifndef ANTIPHON_ON_HOST
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
 
 // The gated activation of GPT-OSS. The clamps pass NaN on, which fminf would replace by the limit.
 __device__ __forceinline__ float clamped_swiglu(float gate, float up) {
@@ -70,6 +82,29 @@ __device__ __forceinline__ void bulk_copy(uint32_t destination, const void* sour
       : "memory");
 }
 
+// The same for bytes that nobody reads again: L2 gives them up first.
+__device__ __forceinline__ void bulk_copy_once(uint32_t destination, const void* source, uint32_t bytes,
+                                               uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n"
+      "}\n" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Has L2 fetch `bytes` (a multiple of 16) from memory; nobody waits for it.
+__device__ __forceinline__ void prefetch_l2(const void* source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
+// 16 bytes from global to shared memory by this thread, until wait_copies().
+__device__ __forceinline__ void copy16(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Ordinary shared-memory stores before this fence are seen by wgmma and the copy engine after a barrier.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -78,6 +113,33 @@ __device__ __forceinline__ void fence_async_proxy() {
 // Ordinary global stores that are visible here are seen by bulk copies issued after this fence.
 __device__ __forceinline__ void fence_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// ------------------------------------------------------------------------- global memory that others write
+
+// Loads of what an earlier kernel wrote: never through the read-only path, and in program order.
+__device__ __forceinline__ uint4 load_fresh(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ __nv_bfloat16 load_fresh(const __nv_bfloat16* from) {
+  unsigned short bits;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(bits) : "l"(from));
+  return __ushort_as_bfloat16(bits);
+}
+
+// One more arrival at a counter that blocks of this launch wait for; what this thread has written, or seen written
+// before a barrier, is visible to whoever sees the count.
+__device__ __forceinline__ void count_up(int* counter) {
+  __threadfence();
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ void wait_for_count(const int* counter, int count) {
+  int seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  } while (seen < count);
 }
 
 // ------------------------------------------------------------------------------------------ named barriers
@@ -99,7 +161,16 @@ __device__ __forceinline__ void grid_dependency_trigger() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// --------------------------------------------------------------------------------------------------- wgmma
+// ------------------------------------------------------------------------------------------- mma.sync, wgmma
+
+// d[16, 8] += a[16, 16] x b[8, 16]^T of one warp, bf16 -> float32; fragments as PTX lays them out.
+__device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                         uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -180,6 +251,12 @@ __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint
 
 // ------------------------------------------------------------------------------------------------ launching
 
+// Allows a kernel its dynamic shared memory.
+template <typename Kernel>
+inline cudaError_t prepare(Kernel kernel, int shared_bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+}
+
 // Launches with programmatic stream serialisation when `overlap` is set: the kernel may start while its
 // predecessor drains, and must call grid_dependency_wait() before touching what that one writes.
 template <typename... Parameters, typename... Arguments>
@@ -196,6 +273,18 @@ inline cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, 
   config.attrs = &attribute;
   config.numAttrs = overlap ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+
+#endif  // ANTIPHON_ON_HOST
+
+// This block's share of a prefetch into L2, by the 32 lanes of one warp. `bytes` is a multiple of 16.
+__device__ __forceinline__ void prefetch_share(const void* source, long long bytes, int lane) {
+  if (source == nullptr) return;
+  const long long shares = 32ll * gridDim.x;
+  const long long each = ((bytes + shares - 1) / shares + 127) / 128 * 128;
+  const long long begin = (32ll * blockIdx.x + lane) * each;
+  const long long end = begin + each < bytes ? begin + each : bytes;
+  if (begin < end) prefetch_l2(static_cast<const uint8_t*>(source) + begin, static_cast<uint32_t>(end - begin));
 }
 
 }  // namespace antiphon

@@ -6,9 +6,12 @@
 // operations per 16 x 32 weights and warp, and the operand that is shared by all rows, the activations, is
 // read by the tensor core from shared memory.
 //
-// One block per SM. Two producer threads keep shared memory full by bulk copies: a ring of weight stages, and
-// the activations of the token tile in work and the next. Three or five consumer warpgroups take the stages of a
-// row tile in turn. Work is an ordered list of items (token tile, 64 weight rows).
+// One launch does both projections of a layer. One block per SM. A producer thread keeps a ring of weight stages full
+// by bulk copies, without a pause between the projections; three warps gather the activations of the token tile in work
+// and the next. Three or five consumer warpgroups take the stages of a row tile in turn. Work is an ordered list of
+// items (token tile, 64 weight rows). The second projection of a token tile starts as soon as all blocks have counted
+// its hidden state up, so every block must get to run while the others wait: the grid is one block per SM at most, and
+// no other kernel that waits in this way may run on the device at the same time.
 
 #include "stream_epilogue.cuh"
 #include "stream_pipeline.cuh"
@@ -16,15 +19,25 @@
 namespace antiphon::stream {
 namespace {
 
-// The items of this block: a run of neighbours, so that it changes its token tile rarely.
-struct Schedule {
+// The items of this block in each projection: runs of neighbours, so that it changes its token tile rarely. The runs
+// of the second even out what rounding left unequal in the first.
+struct Work {
   int first, count;
 };
+struct Schedule {
+  Work gate_up, down;
+};
 
-__device__ __forceinline__ Schedule schedule(const Arguments& a) {
-  const long long total = *a.tile_count * a.row_tiles;
-  const int first = static_cast<int>(total * blockIdx.x / gridDim.x);
-  return {first, static_cast<int>(total * (blockIdx.x + 1) / gridDim.x) - first};
+__device__ __forceinline__ int share(long long items, int block) {
+  return static_cast<int>(items * block / gridDim.x);
+}
+
+__device__ __forceinline__ Schedule schedule(const Arguments& a, int tiles) {
+  const int all = tiles * a.gate_up.row_tiles, down = tiles * a.down.row_tiles, block = blockIdx.x;
+  const int first = share(all, block), end = share(all, block + 1);
+  const int down_first = min(max(share(all + down, block) - first, 0), down);
+  const int down_end = block + 1 == gridDim.x ? down : min(max(share(all + down, block + 1) - end, 0), down);
+  return {{first, end - first}, {down_first, max(down_end - down_first, 0)}};
 }
 
 // Two registers of four e4m3 bytes out of eight packed FP4 codes. Per byte, bits 7 4 3 2 are sign, exponent
@@ -84,12 +97,13 @@ __device__ __forceinline__ void multiply_stage(const uint4 (&packed)[3], const u
 }
 
 template <int TOKENS>
-__device__ __forceinline__ void stream_weights(const Arguments& a, const Schedule& work, Ring<TOKENS> ring) {
+__device__ __forceinline__ void stream_weights(const Projection& p, const Work& work, const uint8_t* experts,
+                                               Ring<TOKENS>& ring) {
   constexpr int kGroups = Geometry<TOKENS>::kGroups, kGroupStages = kStages / kGroups;
   for (int i = 0; i < work.count; ++i) {
-    const int index = work.first + i, tile = index / a.row_tiles;
-    const size_t row_tile = static_cast<size_t>(a.tiles[tile].x) * a.row_tiles + index % a.row_tiles;
-    const uint8_t* source = a.weights + row_tile * kStages * kStageBytes;
+    const int index = work.first + i, tile = index / p.row_tiles;
+    const size_t row_tile = static_cast<size_t>(experts[tile]) * p.row_tiles + index % p.row_tiles;
+    const uint8_t* source = p.weights + row_tile * kStages * kStageBytes;
     for (int s = 0; s < kGroupStages; ++s) {
       for (int w = 0; w < kGroups; ++w) ring.fill(w, source + (s * kGroups + w) * kStageBytes);
       ring.advance();
@@ -98,37 +112,53 @@ __device__ __forceinline__ void stream_weights(const Arguments& a, const Schedul
 }
 
 template <int TOKENS>
-__device__ __forceinline__ void stream_activations(const Arguments& a, const Schedule& work, TileBuffers<TOKENS> buffers) {
+__device__ __forceinline__ void provide_activations(const Arguments& a, const Schedule& work, TileBuffers<TOKENS> buffers,
+                                                    int warp, int lane) {
   int loaded = -1;
-  for (int i = 0; i < work.count; ++i) {
-    const int tile = (work.first + i) / a.row_tiles;
-    if (tile == loaded) continue;
+  for (int i = 0; i < work.gate_up.count; ++i) {
+    const int tile = (work.gate_up.first + i) / a.gate_up.row_tiles;
+    if (tile != loaded) buffers.gather(a, a.tiles[tile], warp, lane);
     loaded = tile;
-    buffers.fill(a.activations + static_cast<size_t>(tile) * ActivationTile<TOKENS>::kBytes);
+  }
+  loaded = -1;
+  for (int i = 0; i < work.down.count; ++i) {
+    const int tile = (work.down.first + i) / a.down.row_tiles;
+    if (tile != loaded) buffers.fetch(a, tile, warp, lane);
+    loaded = tile;
   }
 }
 
+// Where a consumer is in the block's pipelines; goes on from the first projection to the second.
+template <int TOKENS>
+struct Position {
+  Ring<TOKENS> ring;
+  TileBuffers<TOKENS> buffers;
+  int done;   // items
+  int items;  // of both projections
+};
+
 template <int TOKENS, bool GATED>
-__device__ __forceinline__ void consume(const Arguments& a, const Schedule& work, const uint8_t* stages,
-                                        Ring<TOKENS> ring, TileBuffers<TOKENS> buffers, float* reduce, int group) {
+__device__ __forceinline__ void consume(const Arguments& a, const Work& work, const uint8_t* stages,
+                                        Position<TOKENS>& at, float* reduce, int group) {
   using G = Geometry<TOKENS>;
   using Tile = ActivationTile<TOKENS>;
   constexpr int kGroupStages = kStages / G::kGroups;
+  const int row_tiles = GATED ? a.gate_up.row_tiles : a.down.row_tiles;
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, g = lane / 4;
   int loaded = -1;
-  for (int i = 0; i < work.count; ++i) {
-    const int index = work.first + i, tile = index / a.row_tiles, row_tile = index % a.row_tiles;
+  for (int i = 0; i < work.count; ++i, ++at.done) {
+    const int index = work.first + i, tile = index / row_tiles, row_tile = index % row_tiles;
     if (tile != loaded) {
       loaded = tile;
-      buffers.next();
+      at.buffers.next();
     }
     Epilogue<TOKENS, GATED> epilogue;
     if (group == 0) epilogue.load(a, a.tiles[tile], row_tile);
-    const uint64_t operand = wgmma_descriptor(buffers.address(), Tile::kRows * 16, 128);
+    const uint64_t operand = wgmma_descriptor(at.buffers.address(), Tile::kRows * 16, 128);
     float acc[Tile::kRows / 8][4] = {};
     for (int s = 0; s < kGroupStages; ++s) {
-      ring.wait_full(group);
-      const uint8_t* stage = stages + ring.index(group) * kStageBytes;
+      at.ring.wait_full(group);
+      const uint8_t* stage = stages + at.ring.index(group) * kStageBytes;
       uint4 packed[3];
       uint32_t scales[3];
 #pragma unroll
@@ -137,27 +167,29 @@ __device__ __forceinline__ void consume(const Arguments& a, const Schedule& work
         scales[p] = *reinterpret_cast<const uint32_t*>(stage + kStageWeightBytes + (warp * 8 + g) * 12 + p * 4);
       }
       __syncwarp();
-      if (lane == 0) ring.release(group);
-      ring.advance();
+      if (lane == 0) at.ring.release(group);
+      at.ring.advance();
       const int block = (s * G::kGroups + group) * kStageBlocks;
       multiply_stage<TOKENS>(packed, scales, operand + block * (Tile::kBlockBytes / 16), acc);
     }
     float sum[G::kWidth / 8][4];
     add_parts<TOKENS>(acc, sum);
-    const bool before = i >= G::kReduceBuffers, again = i + G::kReduceBuffers < work.count;
-    if (reduce_groups<TOKENS>(sum, reduce, group, i % G::kReduceBuffers, before, again))
+    const bool before = at.done >= G::kReduceBuffers, again = at.done + G::kReduceBuffers < at.items;
+    if (reduce_groups<TOKENS>(sum, reduce, group, at.done % G::kReduceBuffers, before, again))
       epilogue.store(a, sum, tile, row_tile);
   }
 }
 
-template <int TOKENS, bool GATED>
+template <int TOKENS>
 __global__ void __launch_bounds__(Geometry<TOKENS>::kThreads, 1)
-    stream_gemm(const __grid_constant__ Arguments a) {
+    stream_experts(const __grid_constant__ Arguments a) {
   using G = Geometry<TOKENS>;
-  extern __shared__ __align__(1024) uint8_t shared[];
+  DYNAMIC_SHARED(shared);
   uint8_t* activations = shared + G::kSlots * kStageBytes;
   float* reduce = reinterpret_cast<float*>(activations + G::kBuffers * ActivationTile<TOKENS>::kBytes);
   __shared__ __align__(8) uint64_t full[G::kSlots], empty[G::kSlots], tile_full[G::kBuffers], tile_empty[G::kBuffers];
+  __shared__ uint8_t experts[kMaxTiles];
+  __shared__ int tiles;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < G::kSlots; ++i) {
@@ -165,88 +197,81 @@ __global__ void __launch_bounds__(Geometry<TOKENS>::kThreads, 1)
       mbarrier_init(shared_address(&empty[i]), 4);
     }
     for (int i = 0; i < G::kBuffers; ++i) {
-      mbarrier_init(shared_address(&tile_full[i]), 1);
+      mbarrier_init(shared_address(&tile_full[i]), G::kGatherWarps);
       mbarrier_init(shared_address(&tile_empty[i]), G::kConsumers / 32);
     }
     mbarrier_init_fence();
   }
+  grid_dependency_wait();
+  // Read together, since each takes a round trip to memory: experts of tiles beyond the last are of no use.
+  if (threadIdx.x == 0) tiles = *a.tile_count;
+  for (int i = threadIdx.x; i < a.max_tiles; i += G::kThreads) experts[i] = static_cast<uint8_t>(a.tiles[i].x);
   __syncthreads();
-  // The routing and the split activations that the first projection reads come from its predecessors. When the
-  // second runs, the first has passed this wait, so the routing is complete: only its activations must be waited
-  // for, and its weights can start to stream before.
-  if (GATED) grid_dependency_wait();
-  const Schedule work = schedule(a);
-  const Ring<TOKENS> ring = {shared_address(shared), shared_address(full), shared_address(empty)};
+  const Schedule work = schedule(a, tiles);
+  Ring<TOKENS> ring = {shared_address(shared), shared_address(full), shared_address(empty)};
   const TileBuffers<TOKENS> buffers = {shared_address(activations), shared_address(tile_full), shared_address(tile_empty)};
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);  // uniform, and known to be
+  const int lane = threadIdx.x % 32, helper = static_cast<int>(threadIdx.x / 32) - G::kConsumers / 32;
   if (group < G::kGroups) {
-    consume<TOKENS, GATED>(a, work, shared, ring, buffers, reduce, group);
-  } else if (threadIdx.x == G::kConsumers) {
-    stream_weights<TOKENS>(a, work, ring);
-  } else if (threadIdx.x == G::kConsumers + 32) {
-    if (!GATED) grid_dependency_wait();  // even without work: this kernel must not finish before its predecessor
-    grid_dependency_trigger();
-    fence_async_global();
-    stream_activations<TOKENS>(a, work, buffers);
+    Position<TOKENS> at = {ring, buffers, 0, work.gate_up.count + work.down.count};
+    consume<TOKENS, true>(a, work.gate_up, shared, at, reduce, group);
+    consume<TOKENS, false>(a, work.down, shared, at, reduce, group);
+  } else if (helper == 0) {
+    if (lane == 0) {
+      grid_dependency_trigger();
+      stream_weights<TOKENS>(a.gate_up, work.gate_up, experts, ring);
+      stream_weights<TOKENS>(a.down, work.down, experts, ring);
+    }
+    __syncwarp();
+    prefetch_share(a.next_weights, a.next_bytes, lane);
+  } else {
+    provide_activations<TOKENS>(a, work, buffers, helper - 1, lane);
   }
 }
 
-template <int TOKENS, bool GATED>
+template <int TOKENS>
 cudaError_t start(const Arguments& a, int grid, cudaStream_t stream, bool overlap) {
   using G = Geometry<TOKENS>;
-  const cudaError_t prepared = cudaFuncSetAttribute(
-      stream_gemm<TOKENS, GATED>, cudaFuncAttributeMaxDynamicSharedMemorySize, G::kSharedBytes);
+  const cudaError_t prepared = prepare(stream_experts<TOKENS>, G::kSharedBytes);
   if (prepared != cudaSuccess) return prepared;
-  return launch(stream_gemm<TOKENS, GATED>, dim3(grid), dim3(G::kThreads), G::kSharedBytes, stream, overlap, a);
-}
-
-template <bool GATED>
-cudaError_t start(int token_tile, const Arguments& a, int grid, void* stream, int overlap) {
-  const auto queue = static_cast<cudaStream_t>(stream);
-  switch (token_tile) {
-    case 4: return start<4, GATED>(a, grid, queue, overlap != 0);
-    case 8: return start<8, GATED>(a, grid, queue, overlap != 0);
-    case 16: return start<16, GATED>(a, grid, queue, overlap != 0);
-    case 24: return start<24, GATED>(a, grid, queue, overlap != 0);
-    default: return cudaErrorInvalidValue;
-  }
+  return launch(stream_experts<TOKENS>, dim3(grid), dim3(G::kThreads), G::kSharedBytes, stream, overlap, a);
 }
 
 }  // namespace
 }  // namespace antiphon::stream
 
-// hidden tile = split(swiglu(gate_up[expert] x + bias)), from the tiles and scales that antiphon_moe_split wrote.
-extern "C" int antiphon_moe_gate_up(const void* weights, const void* bias, const void* activations,
-                                    const float* scale, const void* tiles, const int* tile_count, void* hidden,
+// hidden tile = split(swiglu(gate_up[expert] x + bias)) of the split activations of the tokens, then
+// partial[pair, 2880] = weight[pair] * (down[expert] hidden + bias) in float32. `ready` must be zero. `grid`: blocks, at
+// most one per SM.
+extern "C" int antiphon_moe_experts(const void* gate_up, const void* gate_up_bias, const void* down, const void* down_bias,
+                                    const void* tokens, const float* scale, const int* order, const void* tiles,
+                                    const int* tile_count, int* ready, void* hidden, const void* pair_weight,
+                                    float* partial, const void* next_weights, int64_t next_bytes, int max_tiles,
                                     int token_tile, int grid, int overlap, void* stream) {
-  namespace stream_ = antiphon::stream;
-  const stream_::Arguments a = {static_cast<const uint8_t*>(weights),
-                                static_cast<const __nv_bfloat16*>(bias),
-                                static_cast<const uint8_t*>(activations),
-                                static_cast<const int4*>(tiles),
-                                tile_count,
-                                scale,
-                                nullptr,
-                                nullptr,
-                                hidden,
-                                2 * stream_::kDim / stream_::kTileRows};
-  return stream_::start<true>(token_tile, a, grid, stream, overlap);
-}
-
-// partial[pair, 2880] = weight[pair] * (down[expert] hidden + bias), float32.
-extern "C" int antiphon_moe_down(const void* weights, const void* bias, const void* hidden, const int* order,
-                                 const void* tiles, const int* tile_count, const void* pair_weight, float* partial,
-                                 int token_tile, int grid, int overlap, void* stream) {
-  namespace stream_ = antiphon::stream;
-  const stream_::Arguments a = {static_cast<const uint8_t*>(weights),
-                                static_cast<const __nv_bfloat16*>(bias),
-                                static_cast<const uint8_t*>(hidden),
-                                static_cast<const int4*>(tiles),
-                                tile_count,
-                                nullptr,
-                                order,
-                                static_cast<const __nv_bfloat16*>(pair_weight),
-                                partial,
-                                stream_::kDim / stream_::kTileRows};
-  return stream_::start<false>(token_tile, a, grid, stream, overlap);
+  using namespace antiphon::stream;
+  if (max_tiles > kMaxTiles) return cudaErrorInvalidValue;
+  const auto bf16 = [](const void* p) { return static_cast<const __nv_bfloat16*>(p); };
+  const auto bytes = [](const void* p) { return static_cast<const uint8_t*>(p); };
+  const Arguments a = {{bytes(gate_up), bf16(gate_up_bias), 2 * kDim / kTileRows},
+                       {bytes(down), bf16(down_bias), kDim / kTileRows},
+                       bytes(tokens),
+                       scale,
+                       order,
+                       static_cast<const int4*>(tiles),
+                       tile_count,
+                       max_tiles,
+                       ready,
+                       static_cast<uint8_t*>(hidden),
+                       bf16(pair_weight),
+                       partial,
+                       next_weights,
+                       next_bytes};
+  const auto queue = static_cast<cudaStream_t>(stream);
+  switch (token_tile) {
+    case 4: return start<4>(a, grid, queue, overlap != 0);
+    case 8: return start<8>(a, grid, queue, overlap != 0);
+    case 16: return start<16>(a, grid, queue, overlap != 0);
+    case 24: return start<24>(a, grid, queue, overlap != 0);
+    default: return cudaErrorInvalidValue;
+  }
 }

@@ -1,9 +1,9 @@
-// Before the expert GEMMs of a small batch: router logits, top-k, softmax and grouping by expert in one launch, or
-// the grouping alone.
+// Before the expert GEMMs of a small batch, in one launch: RMSNorm, router logits, top-k, softmax, grouping by expert,
+// and the split of the activations; or the grouping alone.
 //
 // Every sum has a fixed order and every list a fixed sequence, so results are identical from run to run.
 
-#include "hopper.cuh"
+#include "split_tokens.cuh"
 
 namespace antiphon {
 namespace {
@@ -21,6 +21,7 @@ struct Grouping {
   int* order;       // [pairs] pair of each slot: by expert, then by pair
   int4* tiles;      // {local expert, first slot, slots, 0}
   int* tile_count;
+  int* ready;        // [tiles], set to zero
   int first_expert;  // this rank's experts are first_expert .. first_expert + experts - 1
   int experts;
   int token_tile;
@@ -105,9 +106,11 @@ __device__ void group_pairs(const Grouping& g, int pairs, Scratch& scratch) {
   }
   if (threadIdx.x < g.experts) {
     const int expert = threadIdx.x, count = scratch.count[expert];
-    int4* tile = g.tiles + scratch.first_tile[expert];
-    for (int begin = 0; begin < count; begin += g.token_tile)
-      *tile++ = make_int4(expert, scratch.first[expert] + begin, min(g.token_tile, count - begin), 0);
+    int tile = scratch.first_tile[expert];
+    for (int begin = 0; begin < count; begin += g.token_tile, ++tile) {
+      g.tiles[tile] = make_int4(expert, scratch.first[expert] + begin, min(g.token_tile, count - begin), 0);
+      g.ready[tile] = 0;
+    }
   }
 }
 
@@ -119,8 +122,8 @@ __device__ __forceinline__ short local_expert(const Grouping& g, long long id) {
 __global__ void __launch_bounds__(kThreads, 1)
     group_kernel(const long long* ids, int pairs, const __grid_constant__ Grouping g) {
   __shared__ Scratch scratch;
-  grid_dependency_wait();
   grid_dependency_trigger();
+  grid_dependency_wait();
   for (int i = threadIdx.x; i < pairs; i += kThreads) scratch.expert[i] = local_expert(g, ids[i]);
   __syncthreads();
   group_pairs(g, pairs, scratch);
@@ -179,8 +182,8 @@ __device__ void choose_experts(const float* logits, int experts, long long* ids,
 }
 
 struct RouteArguments {
-  const __nv_bfloat16* x;       // [tokens, kHidden]
-  const __nv_bfloat16* weight;  // [experts, kHidden]
+  stream::SplitArguments split;  // x and its norm among them
+  const __nv_bfloat16* weight;   // [experts, kHidden]
   const __nv_bfloat16* bias;    // [experts]
   float* logits;                // [tokens, experts], scratch
   long long* ids;               // [tokens, 4]
@@ -204,39 +207,71 @@ __device__ bool arrive_last(uint32_t* ticket, uint32_t arrivals, bool& flag) {
   return flag;
 }
 
-// Logits of TOKENS tokens and 4 experts by one block, four warps an expert.
+// The router's weights of this lane, in float32 and times the norm's gain: they are constant, so this happens while
+// the predecessor drains. Beyond the row they are zero.
+__device__ void load_router(const RouteArguments& a, int expert, int quarter, float (&w)[3][8]) {
+  const uint4* row = reinterpret_cast<const uint4*>(a.weight + static_cast<size_t>(expert) * kHidden);
+  const uint4* gain = reinterpret_cast<const uint4*>(a.split.norm);
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    const int chunk = quarter * 32 + threadIdx.x % 32 + 128 * i;
+    const bool inside = chunk < kChunks;
+    const uint4 raw = inside ? row[chunk] : make_uint4(0, 0, 0, 0);
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      w[i][2 * j] = low_half(words[j]);
+      w[i][2 * j + 1] = high_half(words[j]);
+    }
+    if (gain != nullptr && inside) {
+      const uint4 g = gain[chunk];
+      const uint32_t gains[4] = {g.x, g.y, g.z, g.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        w[i][2 * j] *= low_half(gains[j]);
+        w[i][2 * j + 1] *= high_half(gains[j]);
+      }
+    }
+  }
+}
+
+// Logits of TOKENS tokens and 4 experts by one block, four warps an expert. The norm's factor multiplies a finished
+// sum; the squares that it needs are shared out over the experts' warps.
 template <int TOKENS>
-__device__ void block_logits(const RouteArguments& a, float (&partial)[kExperts][4][kMaxTokens]) {
+__device__ void block_logits(const RouteArguments& a, float (&partial)[kExperts][4][kMaxTokens],
+                             float (&squares)[4][kMaxTokens]) {
+  constexpr int kSquared = (TOKENS + kExperts - 1) / kExperts;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int sub = warp / 4, quarter = warp % 4, expert = min(blockIdx.x * kExperts + sub, a.experts - 1);
   const int first_token = blockIdx.y * TOKENS;
-  uint4 row[3];  // the router's weights are constant: fetched while the predecessor drains
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    const int chunk = quarter * 32 + lane + 128 * i;
-    row[i] = make_uint4(0, 0, 0, 0);  // beyond the row: products of zero
-    if (chunk < kChunks) row[i] = reinterpret_cast<const uint4*>(a.weight + static_cast<size_t>(expert) * kHidden)[chunk];
-  }
+  float w[3][8];
+  load_router(a, expert, quarter, w);
   grid_dependency_wait();
-  grid_dependency_trigger();
-  float acc[TOKENS] = {};
+  float acc[TOKENS] = {}, square[TOKENS] = {};
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
     const int chunk = min(quarter * 32 + lane + 128 * i, kChunks - 1);
-    const uint32_t w[4] = {row[i].x, row[i].y, row[i].z, row[i].w};
+    const bool inside = quarter * 32 + lane + 128 * i < kChunks;
     uint4 raw[TOKENS];  // all loads before the first use; tokens beyond the last repeat it
 #pragma unroll
     for (int n = 0; n < TOKENS; ++n) {
       const size_t token = min(first_token + n, a.tokens - 1);
-      raw[n] = reinterpret_cast<const uint4*>(a.x + token * kHidden)[chunk];
+      raw[n] = load_fresh(reinterpret_cast<const uint4*>(a.split.x + token * kHidden) + chunk);
     }
 #pragma unroll
     for (int n = 0; n < TOKENS; ++n) {
       const uint32_t x[4] = {raw[n].x, raw[n].y, raw[n].z, raw[n].w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        acc[n] = fmaf(low_half(w[j]), low_half(x[j]), acc[n]);
-        acc[n] = fmaf(high_half(w[j]), high_half(x[j]), acc[n]);
+        acc[n] = fmaf(w[i][2 * j], low_half(x[j]), acc[n]);
+        acc[n] = fmaf(w[i][2 * j + 1], high_half(x[j]), acc[n]);
+      }
+      if (n / kSquared == sub && inside) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          square[n] = fmaf(low_half(x[j]), low_half(x[j]), square[n]);
+          square[n] = fmaf(high_half(x[j]), high_half(x[j]), square[n]);
+        }
       }
     }
   }
@@ -245,28 +280,43 @@ __device__ void block_logits(const RouteArguments& a, float (&partial)[kExperts]
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) acc[n] += __shfl_xor_sync(0xFFFFFFFFu, acc[n], step);
     if (lane == 0) partial[sub][quarter][n] = acc[n];
+    if (n / kSquared == sub) {
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) square[n] += __shfl_xor_sync(0xFFFFFFFFu, square[n], step);
+      if (lane == 0) squares[quarter][n] = square[n];
+    }
   }
   __syncthreads();
   if (threadIdx.x < kExperts * TOKENS) {
     const int s = threadIdx.x / TOKENS, n = threadIdx.x % TOKENS;
     const int e = blockIdx.x * kExperts + s, token = first_token + n;
     if (e < a.experts && token < a.tokens) {
-      const float sum = (partial[s][0][n] + partial[s][1][n]) + (partial[s][2][n] + partial[s][3][n]);
+      float sum = (partial[s][0][n] + partial[s][1][n]) + (partial[s][2][n] + partial[s][3][n]);
+      if (a.split.norm != nullptr) {
+        const float all = (squares[0][n] + squares[1][n]) + (squares[2][n] + squares[3][n]);
+        sum *= rsqrtf(all / kHidden + a.split.eps);
+      }
       a.logits[static_cast<size_t>(token) * a.experts + e] = sum + __bfloat162float(a.bias[e]);
     }
   }
 }
 
-// Every block computes logits; of the blocks that share a token group the last one chooses its experts, and the
-// last block that chose groups all pairs.
+// Of the blocks that share a token group the last one splits its activations and all others compute logits; whichever
+// of those is done last chooses the group's experts, and the last block that chose groups all pairs.
 template <int TOKENS>
 __global__ void __launch_bounds__(kThreads, 1)
     route_kernel(const __grid_constant__ RouteArguments a, const __grid_constant__ Grouping g) {
-  __shared__ float partial[kExperts][4][kMaxTokens];
+  __shared__ float partial[kExperts][4][kMaxTokens], squares[4][kMaxTokens];
   __shared__ Scratch scratch;
   __shared__ bool last;
-  block_logits<TOKENS>(a, partial);
-  if (!arrive_last(a.tickets + 1 + blockIdx.y, gridDim.x, last)) return;
+  grid_dependency_trigger();
+  if (blockIdx.x + 1 == gridDim.x) {
+    grid_dependency_wait();
+    stream::split_block<TOKENS>(a.split, blockIdx.y * TOKENS);
+    return;
+  }
+  block_logits<TOKENS>(a, partial, squares);
+  if (!arrive_last(a.tickets + 1 + blockIdx.y, gridDim.x - 1, last)) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.y * TOKENS + warp;
   if (warp < TOKENS && token < a.tokens) {
     int chosen[4];
@@ -292,33 +342,38 @@ using antiphon::Grouping;
 
 extern "C" const char* antiphon_moe_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
 
-extern "C" int antiphon_moe_group(const void* ids, int pairs, int* order, void* tiles, int* tile_count,
+extern "C" int antiphon_moe_group(const void* ids, int pairs, int* order, void* tiles, int* tile_count, int* ready,
                                   int first_expert, int experts, int token_tile, int overlap, void* stream) {
   if (pairs > antiphon::kMaxPairs || experts > antiphon::kMaxExperts) return cudaErrorInvalidValue;
-  const Grouping g = {order, static_cast<int4*>(tiles), tile_count, first_expert, experts, token_tile};
+  const Grouping g = {order, static_cast<int4*>(tiles), tile_count, ready, first_expert, experts, token_tile};
   return antiphon::launch(antiphon::group_kernel, dim3(1), dim3(antiphon::kThreads), 0,
                           static_cast<cudaStream_t>(stream), overlap != 0, static_cast<const long long*>(ids), pairs,
                           g);
 }
 
-// `all_experts` rows of the router; this rank holds `experts` of them from `first_expert` on.
-extern "C" int antiphon_moe_route(const void* x, const void* weight, const void* bias, float* logits, void* ids,
-                                  void* weights, unsigned* tickets, int tokens, int all_experts, int* order,
-                                  void* tiles, int* tile_count, int first_expert, int experts, int token_tile,
+// `all_experts` rows of the router; this rank holds `experts` of them from `first_expert` on. With `norm`, x is the
+// residual stream and what is routed and split is its RMSNorm.
+extern "C" int antiphon_moe_route(const void* x, const void* norm, float eps, const void* weight, const void* bias,
+                                  float* logits, void* ids, void* weights, void* activations, float* scale,
+                                  unsigned* tickets, int tokens, int all_experts, int* order, void* tiles,
+                                  int* tile_count, int* ready, int first_expert, int experts, int token_tile,
                                   int overlap, void* stream) {
   if (tokens * 4 > antiphon::kMaxPairs || all_experts > antiphon::kMaxExperts) return cudaErrorInvalidValue;
-  const antiphon::RouteArguments a = {static_cast<const __nv_bfloat16*>(x),
-                                      static_cast<const __nv_bfloat16*>(weight),
-                                      static_cast<const __nv_bfloat16*>(bias),
+  const auto bf16 = [](const void* p) { return static_cast<const __nv_bfloat16*>(p); };
+  const antiphon::RouteArguments a = {{bf16(x), bf16(norm), eps, antiphon::stream::low_factor(token_tile),
+                                       static_cast<uint8_t*>(activations), scale, tokens},
+                                      bf16(weight),
+                                      bf16(bias),
                                       logits,
                                       static_cast<long long*>(ids),
                                       static_cast<__nv_bfloat16*>(weights),
                                       tickets,
                                       tokens,
                                       all_experts};
-  const Grouping g = {order, static_cast<int4*>(tiles), tile_count, first_expert, experts, token_tile};
+  const Grouping g = {order, static_cast<int4*>(tiles), tile_count, ready, first_expert, experts, token_tile};
   const int per_block = tokens == 1 ? 1 : tokens <= 4 ? 2 : antiphon::kMaxTokens;
-  const dim3 grid((all_experts + antiphon::kExperts - 1) / antiphon::kExperts, (tokens + per_block - 1) / per_block);
+  const dim3 grid((all_experts + antiphon::kExperts - 1) / antiphon::kExperts + 1,
+                  (tokens + per_block - 1) / per_block);
   const auto kernel = per_block == 1   ? antiphon::route_kernel<1>
                       : per_block == 2 ? antiphon::route_kernel<2>
                                        : antiphon::route_kernel<antiphon::kMaxTokens>;

@@ -20,9 +20,10 @@ __device__ __forceinline__ void add_parts(const float (&acc)[ActivationTile<TOKE
       if constexpr (!ActivationTile<TOKENS>::kSideBySide) {
         sum[j][c] = acc[j][c];
       } else if constexpr (TOKENS == 4) {  // columns 0..3 and 4..7: two lanes apart
-        sum[j][c] = acc[j][c] + __shfl_xor_sync(0xFFFFFFFFu, acc[j][c], 2);
+        const float mine = threadIdx.x % 4 < 2 ? acc[j][c] : acc[j][c] * (1.0f / kLowFactor<TOKENS>);
+        sum[j][c] = mine + __shfl_xor_sync(0xFFFFFFFFu, mine, 2);
       } else {
-        sum[j][c] = acc[j][c] + acc[j + TOKENS / 8][c];
+        sum[j][c] = fmaf(acc[j + TOKENS / 8][c], 1.0f / kLowFactor<TOKENS>, acc[j][c]);
       }
     }
   }
@@ -72,7 +73,8 @@ struct Epilogue {
   __device__ __forceinline__ void load(const Arguments& a, int4 tile, int row_tile) {
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int row = row_tile * kTileRows + warp * 16 + (GATED ? 2 * g : g);
-    const __nv_bfloat16* source = a.bias + static_cast<size_t>(tile.x) * a.row_tiles * kTileRows + row;
+    const Projection& p = GATED ? a.gate_up : a.down;
+    const __nv_bfloat16* source = p.bias + static_cast<size_t>(tile.x) * p.row_tiles * kTileRows + row;
     bias = make_float2(__bfloat162float(source[0]), __bfloat162float(source[GATED ? 1 : 8]));
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
@@ -82,7 +84,7 @@ struct Epilogue {
       if (n < tile.z) {
         if constexpr (GATED) {
           pair[i] = n;
-          factor[i] = a.scale[tile.y + n];
+          factor[i] = a.scale[a.order[tile.y + n] / 4];
         } else {
           pair[i] = a.order[tile.y + n];
           factor[i] = __bfloat162float(a.pair_weight[pair[i]]);
@@ -104,8 +106,9 @@ struct Epilogue {
           hidden[c] = clamped_swiglu(sum[i / 2][c] * factor[i + c] + bias.x, sum[i / 2][c + 2] * factor[i + c] + bias.y);
         // Rounded to bf16 first: the sum of two e4m3 numbers then holds it exactly.
         const float2 rounded = __bfloat1622float2(__floats2bfloat162_rn(hidden[0], hidden[1]));
-        const SplitPair parts = split(make_float2(rounded.x * kHiddenFactor, rounded.y * kHiddenFactor));
-        uint8_t* out = static_cast<uint8_t*>(a.out) + static_cast<size_t>(tile) * Tile::kBytes;
+        const SplitPair parts = split(make_float2(rounded.x * kHiddenFactor, rounded.y * kHiddenFactor),
+                                      kLowFactor<TOKENS>);
+        uint8_t* out = a.hidden + static_cast<size_t>(tile) * Tile::kBytes;
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           if (pair[i + c] < 0) continue;
@@ -118,11 +121,15 @@ struct Epilogue {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           if (pair[i + c] < 0) continue;
-          float* out = static_cast<float*>(a.out) + static_cast<size_t>(pair[i + c]) * kDim + row_tile * 64 + warp * 16 + g;
+          float* out = a.partial + static_cast<size_t>(pair[i + c]) * kDim + row_tile * 64 + warp * 16 + g;
           out[0] = factor[i + c] * (sum[i / 2][c] * kScale + bias.x);
           out[8] = factor[i + c] * (sum[i / 2][c + 2] * kScale + bias.y);
         }
       }
+    }
+    if constexpr (GATED) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) count_up(a.ready + tile);
     }
   }
 };

@@ -11,7 +11,8 @@ constexpr int kStages = kBlocks / kStageBlocks;  // 15 per row tile
 constexpr int kStageWeightBytes = kStageBlocks * kTileRows * 16;
 constexpr int kStageBytes = kStageWeightBytes + kStageBlocks * kTileRows;  // weights, then scales
 constexpr int kSharedLimit = 232448;
-constexpr int kStaticBytes = 1024;  // barriers
+constexpr int kStaticBytes = 2048;  // barriers, experts of the tiles
+constexpr int kMaxTiles = 640;      // of 2,048 pairs and 128 experts: 128 + 2048 / 4
 
 template <int TOKENS>
 struct Geometry : Tuning<TOKENS> {
@@ -19,7 +20,8 @@ struct Geometry : Tuning<TOKENS> {
   using Tuning<TOKENS>::kBuffers;
   using Tuning<TOKENS>::kGroups;
   static constexpr int kConsumers = kGroups * 128;
-  static constexpr int kThreads = kConsumers + 64;
+  static constexpr int kGatherWarps = 3;
+  static constexpr int kThreads = kConsumers + 32 + kGatherWarps * 32;
   static constexpr int kWidth = TOKENS < 8 ? 8 : TOKENS;  // columns after high and low are added
   static constexpr int kReduceBuffers = TOKENS <= 8 ? 2 : 1;
   static constexpr int kReduceFloats = kTileRows * kWidth;  // one warpgroup's partial sums
@@ -33,17 +35,26 @@ struct Geometry : Tuning<TOKENS> {
   static_assert(kStageBlocks % Tuning<TOKENS>::kBatch == 0);
 };
 
-struct Arguments {
-  const uint8_t* weights;      // [experts, row_tiles, kStages, kStageBytes]
-  const __nv_bfloat16* bias;   // [experts, row_tiles * 64]
-  const uint8_t* activations;  // [tiles, ActivationTile::kBytes]
-  const int4* tiles;           // {local expert, first slot, slots, unused}
-  const int* tile_count;
-  const float* scale;                // [pairs] by slot, first projection
-  const int* order;                  // [pairs] pair of each slot, second projection
-  const __nv_bfloat16* pair_weight;  // [pairs], second projection
-  void* out;                         // activation tiles, or float32 [pairs, kDim]
+struct Projection {
+  const uint8_t* weights;     // [experts, row_tiles, kStages, kStageBytes]
+  const __nv_bfloat16* bias;  // [experts, row_tiles * 64]
   int row_tiles;
+};
+
+struct Arguments {
+  Projection gate_up, down;
+  const uint8_t* tokens;  // [tokens, kTokenBytes]
+  const float* scale;     // [tokens]: what the sums of a token's products must be multiplied by
+  const int* order;       // [pairs] pair of each slot; pair = token * 4 + choice
+  const int4* tiles;      // {local expert, first slot, slots, unused}
+  const int* tile_count;
+  int max_tiles;
+  int* ready;                        // [tiles], zero: warps that have stored a row tile of the hidden state
+  uint8_t* hidden;                   // [tiles, ActivationTile::kBytes]
+  const __nv_bfloat16* pair_weight;  // [pairs]
+  float* partial;                    // [pairs, kDim]
+  const void* next_weights;          // what the launches behind will read, to be fetched into L2; may be null
+  long long next_bytes;
 };
 
 }  // namespace antiphon::stream

@@ -47,20 +47,30 @@ struct ActivationTile {
   }
 };
 
-// Two floats as the sum of two pairs of e4m3 numbers. Exact for bf16 values of magnitude 2^-2 and more, and off
-// by at most 2^-10 below; beyond 448 they saturate.
+// The high parts lie in [-256, 256], so that what they leave is at most 8. Where the low parts are columns of their
+// own, they are stored this many times larger: a number far below its token's largest then loses 2^-22 of that instead
+// of 2^-17.
+template <int TOKENS>
+constexpr float kLowFactor = Tuning<TOKENS>::kSideBySide ? 32.0f : 1.0f;
+
+// Two floats as the sum of two pairs of e4m3 numbers, the second ones times low_factor. Exact for bf16 values of
+// magnitude 2^-2 and more, and off by at most 2^-10 / low_factor below.
 struct SplitPair {
   uint16_t high, low;
 };
-__device__ __forceinline__ SplitPair split(float2 value) {
+__device__ __forceinline__ SplitPair split(float2 value, float low_factor) {
   const __nv_fp8x2_storage_t high = __nv_cvt_float2_to_fp8x2(value, __NV_SATFINITE, __NV_E4M3);
   const float2 rounded = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(high, __NV_E4M3)));
-  const __nv_fp8x2_storage_t low = __nv_cvt_float2_to_fp8x2(
-      make_float2(value.x - rounded.x, value.y - rounded.y), __NV_SATFINITE, __NV_E4M3);
+  const __nv_fp8x2_storage_t low =
+      __nv_cvt_float2_to_fp8x2(make_float2((value.x - rounded.x) * low_factor, (value.y - rounded.y) * low_factor),
+                               __NV_SATFINITE, __NV_E4M3);
   return {high, low};
 }
 
-// |swiglu| <= 7 * (7 + 1) = 56 by the clamps, so that one power of two suits every hidden state: 56 * 8 = 448.
-constexpr float kHiddenFactor = 8.0f;
+// |swiglu| <= 7 * (7 + 1) = 56 by the clamps, so that one power of two suits every hidden state: 56 * 4 = 224.
+constexpr float kHiddenFactor = 4.0f;
+
+// A token's split activations before they are gathered into tiles: 16 high parts, 16 low parts, and so on.
+constexpr int kTokenBytes = 2 * kDim;
 
 }  // namespace antiphon::stream

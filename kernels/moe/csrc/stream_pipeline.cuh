@@ -25,7 +25,7 @@ struct Ring {
     const int slot = index(group);
     mbarrier_wait(empty + 8 * slot, (turn & 1) ^ 1);
     mbarrier_expect(full + 8 * slot, kStageBytes);
-    bulk_copy(stages + slot * kStageBytes, source, kStageBytes, full + 8 * slot);
+    bulk_copy_once(stages + slot * kStageBytes, source, kStageBytes, full + 8 * slot);
   }
   __device__ __forceinline__ void wait_full(int group) const { mbarrier_wait(full + 8 * index(group), turn & 1); }
   __device__ __forceinline__ void release(int group) const { mbarrier_arrive(empty + 8 * index(group)); }
@@ -41,11 +41,43 @@ struct TileBuffers {
   __device__ __forceinline__ int buffer() const { return met % kBuffers; }
   __device__ __forceinline__ uint32_t turn() const { return met / kBuffers; }
   __device__ __forceinline__ uint32_t address() const { return base + buffer() * ActivationTile<TOKENS>::kBytes; }
-  __device__ __forceinline__ void fill(const uint8_t* source) {
+  // By all lanes of the gathering warps: the next buffer, once it is free.
+  __device__ __forceinline__ void begin_fill() {
     ++met;
     mbarrier_wait(empty + 8 * buffer(), (turn() & 1) ^ 1);
+  }
+  // The activations of a tile of the first projection: pieces of 16 bytes out of the rows of its tokens.
+  __device__ __forceinline__ void gather(const Arguments& a, int4 tile, int warp, int lane) {
+    using Tile = ActivationTile<TOKENS>;
+    begin_fill();
+    // Four tokens side by side in a warp, each a run of 128 bytes.
+    constexpr int kPieces = kTokenBytes / 16;
+    for (int first = 0; first < tile.z; first += 4) {
+      const int n = first + lane % 4;
+      if (n < tile.z) {
+        const uint8_t* source = a.tokens + static_cast<size_t>(a.order[tile.y + n] / 4) * kTokenBytes;
+        for (int piece = warp * 8 + lane / 4; piece < kPieces; piece += Geometry<TOKENS>::kGatherWarps * 8)
+          copy16(address() + Tile::place(n, piece / 2 * 16) + piece % 2 * Tile::kLowOffset, source + piece * 16);
+      }
+    }
+    wait_copies();
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(full + 8 * buffer());
+  }
+  // Those of the second, which this launch has made, as soon as all of its row tiles are there.
+  __device__ __forceinline__ void fetch(const Arguments& a, int tile, int warp, int lane) {
+    begin_fill();
+    if (lane != 0) return;
+    if (warp != 0) {
+      mbarrier_arrive(full + 8 * buffer());
+      return;
+    }
+    wait_for_count(a.ready + tile, a.gate_up.row_tiles * 4);
+    fence_async_global();
     mbarrier_expect(full + 8 * buffer(), ActivationTile<TOKENS>::kBytes);
-    bulk_copy(address(), source, ActivationTile<TOKENS>::kBytes, full + 8 * buffer());
+    bulk_copy(address(), a.hidden + static_cast<size_t>(tile) * ActivationTile<TOKENS>::kBytes,
+              ActivationTile<TOKENS>::kBytes, full + 8 * buffer());
   }
   __device__ __forceinline__ void next() {
     __syncwarp();
