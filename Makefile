@@ -11,6 +11,9 @@ PY ?= $(VENV)/bin/python
 PORT ?=
 CONFIG ?= configs/local-cpu.yaml
 PYTEST_ARGS ?=
+SEED ?=
+REQUESTS ?=
+CHAOS_ARGS ?=
 
 # An environment is reused only while the pins, the package's metadata and its own place are the same.
 SETUP_ID := $(shell { cat requirements/lock.txt pyproject.toml; echo '$(abspath $(VENV))'; } | sha256sum | cut -c1-16)
@@ -19,7 +22,7 @@ CLIENTS_ID := $(shell { cat requirements/clients.txt; echo '$(SETUP_ID)'; } | sh
 CLIENTS_STAMP := $(VENV)/.clients-$(CLIENTS_ID)
 TINY := .cache/checkpoints/tiny
 
-.PHONY: help setup serve check test test-gpu bench docs lock clean
+.PHONY: help setup serve check test test-gpu bench chaos docs lock clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -64,6 +67,9 @@ test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## The tests that ne
 
 bench: $(STAMP) $(TINY)/config.json ## Measure the deployment on this machine
 	$(PY) -m antiphon.benchmarks.local_deployment --config $(CONFIG)
+
+chaos: $(STAMP) ## Kill, stop and cut off parts of a deployment under load (SEED=, REQUESTS=)
+	$(PY) tests/chaos/chaos_run.py --requests $(or $(REQUESTS),2000) $(if $(SEED),--seed $(SEED)) $(CHAOS_ARGS)
 
 docs: $(STAMP) ## Write the pages that are made from the code
 	$(PY) -m antiphon.configs.reference > docs/configuration.md.new

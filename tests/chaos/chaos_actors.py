@@ -7,6 +7,7 @@ gives pages back at once though a peer may still write them: with it the run mus
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 
 from chaos_network import enter
@@ -62,6 +63,24 @@ class _InNamespace(Observed, WorkerActor):
     async def counters(self) -> dict[str, int]:
         """Totals of the worker since it started."""
         return self._started().status().counters
+
+    async def about(self, request_id: str) -> str:
+        """All that the worker knows of one request."""
+        dispatch = self._started()._dispatch
+        ledger = self._started()._engine._ledger
+        sequences = [
+            f"{s.request.request_id} attempt {s.attempt} {s.status}"
+            for s in (*ledger.scheduler.waiting, *ledger.scheduler.active)
+            if s.request.request_id.startswith(request_id)
+        ]
+        known = [
+            repr(one)[:600]
+            for table in ("_requests", "_jobs")
+            for key, one in getattr(dispatch, table, {}).items()
+            if request_id in key
+        ]
+        held = getattr(dispatch, "_quarantined", set())
+        return f"{self._worker_id}: engine {sequences}, dispatch {known}, quarantined {held}"
 
 
 class ChaosPrefill(_InNamespace, PrefillActor):
@@ -133,6 +152,21 @@ class ChaosRouter(Observed, RouterActor):
         states = Counter(f"request {g.state}" for g in context.dispatcher._generations.all())
         states["request queued"] += context.admission.queued
         return dict(states)
+
+    async def old(self, seconds: float) -> list[str]:
+        """Requests that have been open for longer, with all that is known of them."""
+        if self._server is None or self._server._context is None:
+            return []
+        now = time.monotonic()
+        generations = self._server._context.dispatcher._generations.all()
+        return [
+            f"{g.request_id} {g.state} attempt {g.attempt} decode {g.decode_worker_id} prefill "
+            f"{g.prefill_worker_id} failures {g.failures} age {now - g.received_at:.0f} s "
+            f"tokens {len(g.output_token_ids)} closing {g.closing} ticket {g.ticket is not None} "
+            f"via {g.workers_used[-6:]}"
+            for g in generations
+            if now - g.received_at > seconds
+        ]
 
     async def counters(self) -> dict[str, int]:
         return {}

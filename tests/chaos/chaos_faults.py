@@ -22,8 +22,19 @@ KILL, LONG_STOP, SHORT_STOP, CUT, LONG_CUT = "kill", "long stop", "short stop", 
 SHARES = {KILL: 22, LONG_STOP: 11, SHORT_STOP: 10, CUT: 9, LONG_CUT: 4}
 """Faults of each kind in a run of full length."""
 LONGEST_PAUSE_S = 8.0
-AIM_S = 3.0
+AIM_S = 4.0
 """How long a fault waits for a request to enter the state it is aimed at before it strikes anyway."""
+
+LONG_AIM_S = 10.0
+"""The same for a state that requests rarely enter."""
+RARE = ("sequence preempted", "receive stopping", "receive abandoned", "job ending", "request placing")
+
+PROVOKED = {
+    "receive stopping": (Role.PREFILL, "job granted", signal.SIGSTOP),
+    "receive abandoned": (Role.PREFILL, "job granted", signal.SIGSTOP),
+    "job ending": (Role.DECODE, "receive receiving", signal.SIGKILL),
+}
+"""States that only trouble at a peer leads to: whom to strike, in which state, with what."""
 
 TABLES: dict[Role, tuple[str, ...]] = {
     Role.ROUTER: tuple(
@@ -87,6 +98,9 @@ class Faults:
         self._lease_s = lease_s
         self._began = began
         self._busy: set[str] = set()
+        self._aimed: Counter[tuple[Role, str]] = Counter()
+        """How often a fault waited for this state."""
+        self._provoked: set[asyncio.Task[None]] = set()
         self.record = Record()
 
     async def run(self, scale: float, progress: Callable[[], float]) -> None:
@@ -134,15 +148,18 @@ class Faults:
 
     async def _hit(self, kind: str, member: Member) -> None:
         name, role = member.spec.worker_id, member.spec.role
-        state = min(TABLES[role], key=lambda s: (sum(self._hits(role, s).values()), self._rng.random()))
+        state = min(TABLES[role], key=lambda s: (self._aimed[role, s], self._rng.random()))
+        self._aimed[role, state] += 1
         number = signal.SIGKILL if kind == KILL else signal.SIGSTOP
+        if state in PROVOKED:
+            await self._provoke(*PROVOKED[state])
         actor = self._actors[name]
         try:
             process = psutil.Process(await actor.pid())
             await actor.arm(state, int(number))
         except Exception:  # another fault was faster
             return
-        aimed = await self._struck(process)
+        aimed = await self._struck(process, LONG_AIM_S if state in RARE else AIM_S)
         began = self._now()
         if not aimed:
             _send(process.pid, number)
@@ -158,12 +175,47 @@ class Faults:
             self.record.hits[f"{role}: {state}", kind] += 1
         self.record.struck.append(Struck(kind, name, state if aimed else None, began, self._now(), died))
 
-    def _hits(self, role: Role, state: str) -> dict[str, int]:
-        return {kind: n for (where, kind), n in self.record.hits.items() if where == f"{role}: {state}"}
+    async def _provoke(self, role: Role, state: str, number: signal.Signals) -> None:
+        """A fault at a peer, which lasts while the one that it leads up to is under way."""
+        others = [
+            m for m in self._supervisor.members if m.spec.role is role and m.state is MemberState.RUNNING
+        ]
+        others = [m for m in others if m.spec.worker_id not in self._busy]
+        if not others:
+            return
+        name = self._rng.choice(others).spec.worker_id
+        self._busy.add(name)
+        try:
+            process = psutil.Process(await self._actors[name].pid())
+            await self._actors[name].arm(state, int(number))
+        except Exception:  # another fault was faster
+            self._busy.discard(name)
+            return
+        task = asyncio.create_task(self._finish_provoked(role, name, state, number, process))
+        self._provoked.add(task)
+        task.add_done_callback(self._provoked.discard)
 
-    async def _struck(self, process: psutil.Process) -> bool:
+    async def _finish_provoked(
+        self, role: Role, name: str, state: str, number: signal.Signals, process: psutil.Process
+    ) -> None:
+        try:
+            if not await self._struck(process, AIM_S):
+                await self._actors[name].disarm()
+                return
+            began = self._now()
+            kind = KILL
+            if number is signal.SIGSTOP:
+                kind = SHORT_STOP
+                await asyncio.sleep(0.8 * self._lease_s)
+                _send(process.pid, signal.SIGCONT)
+            self.record.hits[f"{role}: {state}", kind] += 1
+            self.record.struck.append(Struck(kind, name, state, began, self._now(), kind == KILL))
+        finally:
+            self._busy.discard(name)
+
+    async def _struck(self, process: psutil.Process, aim_s: float) -> bool:
         """Whether the armed signal came in time."""
-        deadline = time.monotonic() + AIM_S
+        deadline = time.monotonic() + aim_s
         while time.monotonic() < deadline:
             try:
                 if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):

@@ -191,10 +191,10 @@ class Report:
         return "\n".join(lines)
 
     def write(self, folder: Path) -> None:
-        """``chaos.json`` and ``chaos.svg``."""
+        """``chaos.json`` and ``chaos.png``."""
         name = "chaos-unfenced" if self.options.unfenced else "chaos"
         (folder / f"{name}.json").write_text(json.dumps(self.document(), indent=1) + "\n")
-        self._draw(folder / f"{name}.svg")
+        self._draw(folder / f"{name}.png")
 
     def _draw(self, file: Path) -> None:
         import matplotlib
@@ -226,5 +226,5 @@ class Report:
         memory.set_ylabel("resident MiB")
         memory.set_xlabel("s")
         memory.legend(loc="upper right", fontsize="small", ncols=4)
-        figure.savefig(file)
+        figure.savefig(file, dpi=80)
         pyplot.close(figure)

@@ -16,6 +16,7 @@ import secrets
 import sys
 import time
 from collections import Counter
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from antiphon.model.checkpoint.synthesize import synthesize
 from antiphon.protocol.identity import Role
 
 CASES = 48
+SUSPICIOUS_S = 90.0
+"""Requests that are open for longer are described on standard error."""
 QUIET_S = 60.0
 """After the last fault and the last request, everything must be free and everybody ready within this."""
 
@@ -49,7 +52,8 @@ def configuration(checkpoint: Path) -> DeploymentConfig:
                 "replicas": 2,
                 "host": "0.0.0.0",
                 "port": 0,
-                "max_in_flight_requests": 12,
+                "max_in_flight_requests": 10,
+                "max_queued_requests": 4,
                 "max_attempts": 30,
                 "drain_timeout_s": 5,
                 "worker_replacement_wait_s": 60,
@@ -65,7 +69,7 @@ def configuration(checkpoint: Path) -> DeploymentConfig:
                 "chunk_tokens": 128,
                 "max_batch_size": 8,
                 "max_reservations_waiting": 4,
-                "kv_cache": {"page_size_tokens": 16, "full_pages": 192, "sliding_pages": 128},
+                "kv_cache": {"page_size_tokens": 16, "full_pages": 112, "sliding_pages": 128},
             },
             "transfer": {"lease_s": 5.0, "heartbeat_s": 0.5, "completion_timeout_s": 0.6},
             "log": {"level": "warning"},
@@ -115,7 +119,7 @@ class Run:
         """Reference, load with faults, rest; then everything is counted."""
         options = self.options
         rng = random.Random(options.seed)
-        cases = make_cases(rng, CASES)
+        cases = make_cases(rng, min(CASES, max(8, options.requests // 8)))
         limits = httpx.Limits(max_connections=options.clients * 2)
         async with httpx.AsyncClient(timeout=httpx.Timeout(300.0), trust_env=False, limits=limits) as http:
             reference = await self._reference(http, cases)
@@ -136,7 +140,7 @@ class Run:
             load_ended = time.monotonic() - self.began
             held = await self._rest()
             watching.cancel()
-            after = await sample(self.cluster.actors, self.began)
+        after = await sample(self.cluster.actors, self.began)
         return Report(
             options,
             self.tally,
@@ -196,10 +200,26 @@ class Run:
             self.samples.append(await sample(self.cluster.actors, self.began))
             if time.monotonic() - said > 10:
                 said = time.monotonic()
+                await self._tell_of_old()
                 done = dict(self.tally.outcomes)
                 struck, wrong = len(faults.record.struck), len(self.tally.wrong)
                 say(f"{said - self.began:5.0f} s: {done}, faults {struck}, wrong {wrong}")
             await asyncio.sleep(1.0)
+
+    async def _tell_of_old(self) -> None:
+        """Say what is known of requests that take suspiciously long."""
+        actors = dict(self.cluster.actors)
+        for name in [name for name in actors if name.startswith("router")]:
+            for line in await self._or_nothing(actors[name].old(SUSPICIOUS_S)) or ():
+                say(f"old at {name}: {line}")
+                for other in [other for other in actors if not other.startswith("router")]:
+                    say(f"  {await self._or_nothing(actors[other].about(line.split()[0]))}")
+
+    async def _or_nothing(self, answer: Awaitable[Any]) -> Any:
+        try:
+            return await answer
+        except Exception:  # it is dead, stopped or not there yet
+            return None
 
     async def _rest(self) -> dict[str, int]:
         """Wait until everybody runs and nothing is held; what is held when patience ends."""
