@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 from chaos_network import Network
 
-from antiphon.cluster.supervisor import Member, MemberState, Supervisor
+from antiphon.cluster.member import Member, MemberState
+from antiphon.cluster.supervisor import Supervisor
 from antiphon.protocol.identity import Role
 
 KILL, LONG_STOP, SHORT_STOP, CUT, LONG_CUT = "kill", "long stop", "short stop", "cut", "long cut"

@@ -27,16 +27,17 @@ from chaos_clients import Answer, Client, Refused, Tally, ask, make_cases
 from chaos_faults import Faults
 from chaos_report import Report, Sample, sample
 
-from antiphon.cluster.deployment import Deployment
+from antiphon.cluster.member import MemberState
 from antiphon.cluster.process_plan import ProcessSpec, plan_processes
 from antiphon.cluster.ray_cluster import RayCluster, RayProcess
 from antiphon.cluster.resolution import resolve_deployment
-from antiphon.cluster.supervisor import MemberState, Supervisor
+from antiphon.cluster.supervisor import Supervisor
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.model.checkpoint.synthesize import synthesize
 from antiphon.protocol.identity import Role
 
 CASES = 48
+READY_S = 180.0
 SUSPICIOUS_S = 90.0
 """Requests that are open for longer are described on standard error."""
 QUIET_S = 60.0
@@ -107,9 +108,9 @@ class Asked:
 class Run:
     """One run on one deployment."""
 
-    def __init__(self, options: argparse.Namespace, deployment: Deployment, cluster: ObservedCluster) -> None:
+    def __init__(self, options: argparse.Namespace, supervisor: Supervisor, cluster: ObservedCluster) -> None:
         self.options = options
-        self.deployment = deployment
+        self.supervisor = supervisor
         self.cluster = cluster
         self.tally = Tally()
         self.samples: list[Sample] = []
@@ -127,7 +128,7 @@ class Run:
             before = await sample(self.cluster.actors, self.began)
             say(f"{len(cases)} undisturbed answers after {time.monotonic() - self.began:.0f} s")
             faults = Faults(
-                self.deployment.supervisor,
+                self.supervisor,
                 self.cluster.actors,
                 network,
                 rng,
@@ -154,12 +155,25 @@ class Run:
             load_ended,
         )
 
+    def urls(self) -> tuple[str, ...]:
+        """Where the routers that run listen."""
+        routers = self.supervisor.topology.of_role(Role.ROUTER)
+        return tuple(router.endpoint for router in routers)
+
+    async def wait_ready(self) -> None:
+        """Until every process does its part."""
+        async with asyncio.timeout(READY_S):
+            while True:
+                if all(m.status is not None and m.status.ready for m in self.supervisor.members):
+                    return
+                await asyncio.sleep(0.1)
+
     async def _reference(self, http: httpx.AsyncClient, cases: list[dict[str, Any]]) -> list[Answer]:
         answers = []
         for case in cases:
             while True:
                 try:
-                    answers.append(await ask(http, self.deployment.urls[0], case))
+                    answers.append(await ask(http, self.urls()[0], case))
                     break
                 except Refused:
                     await asyncio.sleep(0.2)
@@ -187,7 +201,7 @@ class Run:
                 self.options.seed,
                 cases,
                 reference,
-                lambda: self.deployment.urls or ("http://127.0.0.1:9",),
+                lambda: self.urls() or ("http://127.0.0.1:9",),
                 self.tally,
             )
             for index in range(self.options.clients)
@@ -235,7 +249,7 @@ class Run:
 
     async def _held(self) -> dict[str, int]:
         held: Counter[str] = Counter()
-        for member in self.deployment.supervisor.members:
+        for member in self.supervisor.members:
             name = member.spec.worker_id
             if member.state is not MemberState.RUNNING or member.handle is None:
                 held[f"{name} is {member.state}"] += 1
@@ -271,10 +285,10 @@ async def run(options: argparse.Namespace) -> Report:
         supervisor = Supervisor(specs, cluster, lease_s=transfer.lease_s, heartbeat_s=transfer.heartbeat_s)
         try:
             await supervisor.start()
-            deployment = Deployment(supervisor)
-            await deployment.wait_ready()
+            running = Run(options, supervisor, cluster)
+            await running.wait_ready()
             say(f"{len(specs)} processes are ready")
-            return await Run(options, deployment, cluster).go(config, network)
+            return await running.go(config, network)
         finally:
             await supervisor.stop(5.0)
 

@@ -1,4 +1,4 @@
-"""Short runs of ``chaos_run.py``: one with a fixed seed, one with a seed that nobody has seen, which is printed."""
+"""Short runs of ``chaos_run.py``: one with a fixed seed, one with a fresh seed, which is printed."""
 
 from __future__ import annotations
 
