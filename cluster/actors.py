@@ -12,6 +12,8 @@ import time
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
+import msgspec
+
 from antiphon.cluster.logs import configure_logs
 from antiphon.cluster.process import ProcessStatus
 from antiphon.cluster.rank_actor import gpu_of_this_process, see_gpus
@@ -19,6 +21,8 @@ from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import AntiphonError
 from antiphon.protocol.identity import Role, Topology, WorkerAddress
 from antiphon.router.served_model import ServedModel
+from antiphon.telemetry.metrics_server import MetricsServer
+from antiphon.telemetry.tracing import Tracer, UnrecordedTracer, make_tracer
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -31,6 +35,12 @@ if TYPE_CHECKING:
 
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 """Listening on these is listening everywhere: no address to call a router by from another node."""
+
+
+def tracer_of(worker_id: str, role: Role, config: DeploymentConfig) -> Tracer:
+    """The tracer of a process, as the deployment says."""
+    tracing = config.tracing
+    return make_tracer(worker_id, role, tracing.otlp_endpoint, tracing.sample_ratio)
 
 
 class NotStarted(AntiphonError):
@@ -49,6 +59,8 @@ class WorkerActor:
         self._config = DeploymentConfig.model_validate_json(config_json)
         self._cluster_token = cluster_token
         self._worker: PrefillWorker | DecodeWorker | None = None
+        self._tracer: Tracer = UnrecordedTracer()
+        self._metrics: MetricsServer | None = None
         self._ranks: Store | None = None
 
     async def wait_for_ever(self) -> NoReturn:
@@ -103,7 +115,13 @@ class WorkerActor:
     async def stop(self) -> None:
         """End the worker's threads and links."""
         if self._worker is not None:
-            await asyncio.to_thread(self._worker.stop)
+            await asyncio.to_thread(self._stop, self._worker)
+
+    def _stop(self, worker: PrefillWorker | DecodeWorker) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+        worker.stop()
+        self._tracer.close()
 
     def _open_ranks(self, size: int) -> int:
         from antiphon.model.parallel.rank_group import open_store
@@ -114,6 +132,7 @@ class WorkerActor:
     def _start(self, topology: Topology) -> WorkerAddress:
         from antiphon.cluster.worker_assembly import assemble_worker
 
+        self._tracer = tracer_of(self._worker_id, self.ROLE, self._config)
         self._worker = assemble_worker(
             self.ROLE,
             self._worker_id,
@@ -122,8 +141,17 @@ class WorkerActor:
             cluster_token=self._cluster_token,
             ranks=self._ranks,
             transport_factory=self.transport_factory,
+            tracer=self._tracer,
         )
-        return self._worker.start(topology)
+        address = self._worker.start(topology)
+        return msgspec.structs.replace(address, metrics_url=self._serve_metrics(self._worker))
+
+    def _serve_metrics(self, worker: PrefillWorker | DecodeWorker) -> str:
+        """Listen for scrapers; returns the URL that reaches the page from other nodes, where any can."""
+        host, port = self._config.metrics.host, self._config.metrics.worker_port
+        self._metrics = MetricsServer(worker.metrics.registry, host, port, several=True)
+        reachable = self._bind_host() if host in WILDCARD_HOSTS else host
+        return f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{self._metrics.port}/metrics"
 
     def _bind_host(self) -> str:
         """Where the worker listens: loopback in a private cluster, its node's own address in a shared one."""
@@ -183,11 +211,12 @@ class RouterActor:
             self._cluster_token,
             LinkSettings(heartbeat_s=transfer.heartbeat_s, lease_s=transfer.lease_s),
         )
-        self._server = RouterServer(self._config, self._served_model, formatter, gateway)
+        tracer = tracer_of(self._worker_id, Role.ROUTER, self._config)
+        self._server = RouterServer(self._config, self._served_model, formatter, gateway, tracer)
         await self._server.start()
         self._server.set_topology(topology)
         url = self._reachable_url(self._server.url)
-        return WorkerAddress(self._worker_id, Role.ROUTER, gateway.epoch, url)
+        return WorkerAddress(self._worker_id, Role.ROUTER, gateway.epoch, url, f"{url}/metrics")
 
     def _reachable_url(self, url: str) -> str:
         """``url``, with this node's address where the server listens on all of them."""

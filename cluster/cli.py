@@ -97,6 +97,23 @@ def chat(
         converse(client, prompt)
 
 
+@app.command()
+def top(
+    url: Annotated[
+        str,
+        typer.Argument(
+            envvar="ANTIPHON_METRICS_URL", help="The supervisor's pages, as `antiphon serve` prints them."
+        ),
+    ],
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
+) -> None:
+    """Watch a running deployment: pools, queues, KV pages, tokens per second, transfers."""
+    from antiphon.cluster.cli_top import top as watch
+
+    watch(url, interval, once=once)
+
+
 @checkpoint_app.command("inspect")
 def checkpoint_inspect(
     directory: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],

@@ -36,7 +36,8 @@ def serve(model: str | None, config_file: Path | None, port: int | None, *, verb
     resolved = resolve_deployment(config)
 
     def announce(deployment: Deployment) -> None:
-        print(_greeting(deployment.urls, config.model.name, time.monotonic() - began), flush=True)
+        greeting = _greeting(deployment.urls, config.model.name, time.monotonic() - began)
+        print(f"{greeting}Watch it with: {_own_name()} top {deployment.metrics_url}\n", flush=True)
 
     print("Starting Ray, prefill, decode and the router ...", file=sys.stderr, flush=True)
     asyncio.run(serve_until_stopped(resolved, on_ready=announce))

@@ -18,6 +18,7 @@ from antiphon.cluster.process_plan import ProcessSpec, plan_processes
 from antiphon.cluster.ray_cluster import Interrupted, RayCluster
 from antiphon.cluster.resolution import ResolvedDeployment
 from antiphon.cluster.supervisor import Supervisor
+from antiphon.cluster.supervisor_metrics import SupervisorMetrics, supervisor_pages
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Role
@@ -26,10 +27,14 @@ READY_POLL_S = 0.05
 
 
 class Deployment:
-    """A running deployment. ``supervisor`` knows every process; ``urls`` are where the routers listen."""
+    """A running deployment. ``supervisor`` knows every process; ``urls`` are where the routers listen.
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    ``metrics_url`` is the base of the supervisor's pages: /metrics, and /targets that names all others.
+    """
+
+    def __init__(self, supervisor: Supervisor, metrics_url: str = "") -> None:
         self.supervisor = supervisor
+        self.metrics_url = metrics_url
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -85,9 +90,13 @@ async def deploy(
         supervisor = Supervisor(
             specs, cluster, lease_s=config.transfer.lease_s, heartbeat_s=config.transfer.heartbeat_s
         )
+        metrics = SupervisorMetrics(
+            config.model.name, lambda: supervisor.members, lambda: supervisor.topology
+        )
         try:
-            await _unless_stopped(stop or asyncio.Event(), supervisor.start())
-            yield Deployment(supervisor)
+            with supervisor_pages(config, metrics) as metrics_url:
+                await _unless_stopped(stop or asyncio.Event(), supervisor.start())
+                yield Deployment(supervisor, metrics_url)
         finally:
             await supervisor.stop(config.router.drain_timeout_s)
 

@@ -25,6 +25,8 @@ def configure_logs(process: str, level: str) -> None:
 
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
+        structlog.stdlib.ExtraAdder(),
+        drop_private,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         name_process,
@@ -51,6 +53,15 @@ def configure_logs(process: str, level: str) -> None:
     antiphon.handlers = [handler]
     antiphon.setLevel(number)
     antiphon.propagate = False
+
+
+def drop_private(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Leave out what libraries hang onto log records for themselves."""
+    return {
+        key: value
+        for key, value in event.items()
+        if not key.startswith("_") or key in ("_record", "_from_structlog")
+    }
 
 
 def _dumps(event: object, **_: object) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from antiphon.cluster.grammar_vocabulary import harmony_grammars
+from antiphon.cluster.rank_assembly import DTYPES, LeaderFollowers, lead, worker_config
 from antiphon.configs.schema import DeploymentConfig, WorkerConfig
 from antiphon.decode_worker.worker import DecodeWorker
 from antiphon.engine.events import KvWritten, PagesReserved, PrefillStarted
@@ -20,10 +22,12 @@ from antiphon.model.forward import LanguageModel
 from antiphon.prefill_worker.worker import PrefillWorker
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Role
+from antiphon.telemetry.tracing import Tracer
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _log = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def assemble_worker(
@@ -33,24 +37,37 @@ def assemble_worker(
     *,
     bind_host: str,
     cluster_token: str,
+    ranks: Store | None = None,
     transport_factory: TransportFactory | None = None,
+    tracer: Tracer | None = None,
 ) -> PrefillWorker | DecodeWorker:
     """A worker of ``role``, not started yet; its model is loaded when this returns.
+
+    Args:
+        ranks: where the other ranks meet this one, for a worker of several.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
         ConfigError: the configuration contradicts itself or the checkpoint.
+        RankLostError: another rank died or did not come.
     """
-    mine = config.prefill if role is Role.PREFILL else config.decode
+    mine = worker_config(role, config)
     dtype = DTYPES[config.model.dtype]
     torch.set_num_threads(mine.cpu_threads)
-    model = _load(role, config, mine)
+    model: LanguageModel
+    followers = kv_heads = None
+    if ranks is not None:
+        model = leader = lead(role, config, ranks)
+        followers = LeaderFollowers(leader, config.transfer.layer_groups)
+        kv_heads = leader.config.num_key_value_heads // leader.size
+    else:
+        model = _load(role, config, mine)
     settings = EngineSettings.resolve(
         mine,
         model.config,
         max_context_tokens=config.model.max_context_tokens,
         layer_groups=config.transfer.layer_groups,
-        decode_graphs=mine.device == "cuda" and role is Role.DECODE,
+        decode_graphs=mine.device == "cuda" and role is Role.DECODE and ranks is None,
     )
 
     grammars = harmony_grammars(model.config.vocab_size) if role is Role.DECODE else None
@@ -64,6 +81,7 @@ def assemble_worker(
             settings,
             device=mine.device,
             kv_dtype=dtype,
+            kv_heads=kv_heads,
             on_scheduled=on_scheduled,
             on_kv_written=on_kv_written,
             grammars=grammars,
@@ -76,7 +94,9 @@ def assemble_worker(
         make_engine,
         bind_host=bind_host,
         cluster_token=cluster_token,
+        followers=followers,
         transport_factory=transport_factory,
+        tracer=tracer,
     )
 
 

@@ -65,6 +65,8 @@ class WorkerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: int
     endpoint: str
     """ZeroMQ endpoint of the worker's message server, e.g. ``tcp://10.0.0.7:41000``."""
+    metrics_url: str = ""
+    """Where its Prometheus metrics are, e.g. ``http://10.0.0.7:9465/metrics``; empty when nowhere."""
 
 
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -43,7 +43,10 @@ class ProcessRegistry(CollectorRegistry):
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """The text of all metrics and its content type; with exemplars for a client that ``accept``s them."""
         if "application/openmetrics-text" in accept:
-            text: bytes = openmetrics.generate_latest(self)  # type: ignore[no-untyped-call]
+            # Other ways of escaping turn the colon of vLLM's names into an underscore.
+            text: bytes = openmetrics.generate_latest(  # type: ignore[no-untyped-call]
+                self, escaping="allow-utf-8"
+            )
             return text, openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(self), CONTENT_TYPE_LATEST
 

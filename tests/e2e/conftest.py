@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.model.checkpoint.synthesize import synthesize
 
 # Modules of this folder are imported by tests here and, in one test, by the processes of a deployment.
 sys.path.insert(0, str(Path(__file__).parent))
+
+from observed_deployment import Observed, SpanReceiver, observed_deployment
 
 # A test process computes a reference while a deployment may run beside it: leave it a core.
 torch.set_num_threads(1)
@@ -40,3 +44,24 @@ def local_deployment(checkpoint: Path) -> DeploymentConfig:
             "transfer": {"lease_s": 10.0, "heartbeat_s": 0.5},
         }
     )
+
+
+@pytest.fixture(scope="session")
+def observed(
+    local_deployment: DeploymentConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Observed]:
+    """That deployment by the command line, with every request's spans recorded."""
+    folder = tmp_path_factory.mktemp("observed")
+    spans = SpanReceiver()
+    tree = local_deployment.model_dump(mode="json")
+    tree["router"] |= {"max_in_flight_requests": 8, "max_queued_requests": 2}
+    tree["log"] |= {"level": "info"}
+    tree["metrics"] |= {"compat": "vllm"}
+    tree["tracing"] |= {"otlp_endpoint": spans.url, "sample_ratio": 0.0}
+    file = folder / "deployment.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    try:
+        with observed_deployment(file, folder / "log", spans) as running:
+            yield running
+    finally:
+        spans.close()
