@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from antiphon.engine.batch import Work
-from antiphon.engine.device_choice import Way, Wishes, choose, uniform_wishes
+from antiphon.engine.device_choice import Way, Wishes, choose_uniform
 from antiphon.engine.device_runtime import Captured, DeviceRuntime
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.engine.sequence import PageTable
@@ -88,7 +88,7 @@ class DecodeGraphs:
     def prepare(
         self, work: Many[Work], rows: np.ndarray, sources: np.ndarray, host: HostMemory
     ) -> Callable[[], Tensor]:
-        """Write a step's inputs.
+        """Write a step's inputs, which whoever issues the step sends first.
 
         Args:
             work: one token to compute and to sample each. rows: [B] the row of each item.
@@ -107,7 +107,6 @@ class DecodeGraphs:
         graph = self._graphs[size]
 
         def issue() -> Tensor:
-            self._memory.send_vectors(host)
             if changed:
                 updates = host.updates[: 2 * changed].to(self._tables.device, non_blocking=True)
                 self._tables.view(-1).scatter_(0, updates[:changed], updates[changed:].int())
@@ -171,8 +170,7 @@ class DecodeGraphs:
         )
 
     def _sample(self, size: int, way: Way) -> Tensor:
-        hidden = self._graphs[size].output
-        return choose(self._memory, self._model.logits(hidden), uniform_wishes(way, size))
+        return choose_uniform(self._memory, self._model.logits(self._graphs[size].output), way)
 
 
 def table_pages(max_sequence_tokens: int, page_size: int) -> int:

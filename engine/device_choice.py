@@ -21,6 +21,7 @@ from antiphon.engine.sampling_math import (
 )
 from antiphon.engine.step_memory import INVERSE_TEMPERATURE, MIN_P, TOP_K, TOP_P, UNIFORM, StepMemory
 from antiphon.engine.token_masks import TokenMasks, forbid
+from antiphon.kernels.sampling import choose_tokens
 from antiphon.protocol.messages import SamplingParams
 
 STATUS_COLUMN, CHOSEN_COLUMN, TOP_COLUMN = 1, 2, 3
@@ -131,6 +132,19 @@ def choose(memory: StepMemory, logits: Tensor, wishes: Wishes) -> Tensor:
     if len(wishes.asked):
         columns.append(_log_probabilities(memory, logits, tokens, wishes))
     return torch.cat(columns, dim=-1)
+
+
+def choose_uniform(memory: StepMemory, logits: Tensor, way: Way) -> Tensor:
+    """``choose`` for rows that all want ``way``, GREEDY or BY_ID, and no more; on a GPU in few launches."""
+    rows = len(logits)
+    if not logits.is_cuda:
+        return choose(memory, logits, uniform_wishes(way, rows))
+    pdl = torch.cuda.get_device_capability(logits.device) >= (9, 0)
+    sampled = memory.sampled[:rows]
+    if way is Way.GREEDY:
+        return choose_tokens(logits, sampled, pdl=pdl)
+    parameters = memory.parameters[:, :rows]
+    return choose_tokens(logits, sampled, parameters[INVERSE_TEMPERATURE], parameters[UNIFORM], pdl)
 
 
 def _adjust(memory: StepMemory, logits: Tensor, adjustments: Adjustments) -> Tensor:

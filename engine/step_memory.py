@@ -1,8 +1,9 @@
 """The memory of one step's inputs and results: on the device once, on the host in two sets that take turns.
 
 While the device may still read the set of the step in flight, the next step is written into the other one.
-Copies move whole buffers, or runs from their beginning: a strided copy would go through a temporary in
-ordinary memory, and wait.
+What every step has lies in one buffer, so that one copy brings it: each copy stands in the way of the step.
+Other copies move runs from the beginning of a buffer: a strided one would go through a temporary in ordinary
+memory, and wait.
 """
 
 from __future__ import annotations
@@ -21,20 +22,38 @@ RESULT_COLUMNS = 64
 """Columns for which there is room without asking for more."""
 
 
-class HostMemory:
-    """What the host writes for one step, and where its results arrive; numpy views of host memory.
+class _Inputs:
+    """Views of one buffer of eight-byte words that holds what a step's host writes.
 
     Attributes:
         vectors: [5, B] int64. lengths: [B] int32. order: [B] int64, rows by the way they are sampled.
-        parameters: [5, B] float64. updates: flat int64, places in the block tables, then the pages to put
-        there. results: flat float64.
+        parameters: [5, B] float64.
+    """
+
+    def __init__(self, words: Tensor, rows: int) -> None:
+        self.words = words
+        self.vectors: Tensor = words[: 5 * rows].view(5, rows)
+        self.order: Tensor = words[5 * rows : 6 * rows]
+        self.parameters: Tensor = words[6 * rows : 11 * rows].view(torch.float64).view(5, rows)
+        self.lengths: Tensor = words[11 * rows :].view(torch.int32)[:rows]
+
+    @staticmethod
+    def size(rows: int) -> int:
+        """Words of a buffer."""
+        return 11 * rows + (rows + 1) // 2
+
+
+class HostMemory(_Inputs):
+    """What the host writes for one step, and where its results arrive; numpy views of host memory.
+
+    Attributes:
+        updates: flat int64, places in the block tables, then the pages to put there.
+        results: flat float64.
     """
 
     def __init__(self, runtime: DeviceRuntime, max_batch_size: int, table_entries: int) -> None:
-        self.vectors = runtime.host_memory(5, max_batch_size, dtype=torch.int64)
-        self.lengths = runtime.host_memory(max_batch_size, dtype=torch.int32)
-        self.order = runtime.host_memory(max_batch_size, dtype=torch.int64)
-        self.parameters = runtime.host_memory(5, max_batch_size, dtype=torch.float64)
+        words = runtime.host_memory(self.size(max_batch_size), dtype=torch.int64)
+        super().__init__(words, max_batch_size)
         self.updates = runtime.host_memory(2 * table_entries, dtype=torch.int64)
         self.results = runtime.host_memory(max_batch_size * RESULT_COLUMNS, dtype=torch.float64)
         self.in_use: Completion | None = None
@@ -49,11 +68,12 @@ class StepMemory:
         self.runtime = runtime
         self.max_batch_size = max_batch_size
         # One row more than on the host: the tokens that the last step sampled, read by SOURCE.
-        self._vectors = torch.zeros(6, max_batch_size, dtype=torch.int64, device=device)
-        self._vectors[1 + FULL_SLOT :] = -1
-        self.lengths = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
-        self.order = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
-        self.parameters = torch.zeros(5, max_batch_size, dtype=torch.float64, device=device)
+        words = torch.zeros(max_batch_size + _Inputs.size(max_batch_size), dtype=torch.int64, device=device)
+        self._inputs = _Inputs(words[max_batch_size:], max_batch_size)
+        self._inputs.vectors[FULL_SLOT:] = -1
+        self.lengths, self.order = self._inputs.lengths, self._inputs.order
+        self.parameters = self._inputs.parameters
+        self._pool = words[: 2 * max_batch_size]
         self._sets = tuple(HostMemory(runtime, max_batch_size, table_entries) for _ in range(2))
         self._next = 0
 
@@ -72,26 +92,20 @@ class StepMemory:
     @property
     def sampled(self) -> Tensor:
         """[B] int64: the tokens that the last step sampled, by row."""
-        return self._vectors[0]
+        return self._pool[: self.max_batch_size]
 
     @property
     def token_pool(self) -> Tensor:
         """[2 * B] int64: sampled tokens, then those that the host wrote; what SOURCE indexes."""
-        return self._vectors[:2].view(-1)
+        return self._pool
 
     def row(self, which: int) -> Tensor:
         """[B] int64: one of the host's vectors, on the device."""
-        return self._vectors[1 + which]
+        return self._inputs.vectors[which]
 
-    def send_vectors(self, host: HostMemory) -> None:
-        """Issue the copies of vectors and lengths."""
-        self._vectors[1:].copy_(host.vectors, non_blocking=True)
-        self.lengths.copy_(host.lengths, non_blocking=True)
-
-    def send_sampling(self, host: HostMemory) -> None:
-        """Issue the copies of what the sampler reads."""
-        self.parameters.copy_(host.parameters, non_blocking=True)
-        self.order.copy_(host.order, non_blocking=True)
+    def send_inputs(self, host: HostMemory) -> None:
+        """Issue the copy of what the host wrote."""
+        self._inputs.words.copy_(host.words, non_blocking=True)
 
     def send(self, array: np.ndarray) -> Tensor:
         """Issue the copy of an array of this step's own; for what only some steps have."""
