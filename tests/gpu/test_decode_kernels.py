@@ -1,0 +1,103 @@
+"""Projections and sampling of decode steps on the GPU against the plain ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.benchmarks.timing import relative_error
+from antiphon.engine.sampling_math import draw_by_id, lowest_best, scaled_weights
+from antiphon.kernels import reference
+from antiphon.kernels.dense import skinny
+from antiphon.kernels.dense.rope import rotation_table
+from antiphon.kernels.sampling import choose_tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+QUERY_HEADS, KV_HEADS, PAGE, VOCABULARY = 64, 8, 64, 201_088
+
+
+def bf16(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 16])
+def test_qkv_rotation_and_page_write(tokens: int, pdl: bool) -> None:
+    torch.manual_seed(tokens)
+    rows = (QUERY_HEADS + 2 * KV_HEADS) * 64
+    inv_freq, concentration = reference.yarn_inv_freq(64, 150000.0, 32.0, 4096, 32.0, 1.0)
+    inv_freq = inv_freq.cuda()
+    table = rotation_table(inv_freq, concentration, 5000)
+    x, weight, bias = bf16(tokens, skinny.HIDDEN), bf16(rows, skinny.HIDDEN, scale=1 / 54), bf16(rows)
+    positions = torch.randint(0, 5000, (tokens,), device="cuda")
+    slot = torch.randperm(3 * PAGE, device="cuda")[:tokens].contiguous()
+    slot[tokens // 2] = -1
+    cache = torch.full((3, 2, KV_HEADS, 2, PAGE, 64), 9.0, device="cuda").bfloat16()
+    plain = cache.float()
+    query = torch.full((tokens, QUERY_HEADS, 64), float("nan"), device="cuda").bfloat16()
+    arguments = (x, weight, bias, positions, slot, table, cache[:, 1], query)
+    skinny.qkv_rope(*arguments, pdl=pdl, next_weights=weight)
+    first = query.clone()
+    skinny.qkv_rope(*arguments, pdl=pdl)
+    assert torch.equal(query, first), "bit for bit from run to run"
+    qkv = reference.linear(x.float(), weight.float(), bias.float()).view(tokens, -1, 64)
+    q, k, v = qkv.split([QUERY_HEADS, KV_HEADS, KV_HEADS], 1)
+    reference.write_kv(reference.rope(k, positions, inv_freq, concentration), v, plain[:, 1], slot)
+    assert relative_error(query, reference.rope(q, positions, inv_freq, concentration)) <= 3e-3
+    assert relative_error(cache, plain) <= 3e-3
+    assert torch.equal(cache[:, 0].float(), plain[:, 0])
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+def test_output_projection_adds_to_the_residual(tokens: int) -> None:
+    torch.manual_seed(tokens)
+    rows = skinny.HIDDEN
+    x, weight = bf16(tokens, skinny.QUERY_WIDTH), bf16(rows, skinny.QUERY_WIDTH, scale=1 / 64)
+    bias, residual = bf16(rows), bf16(tokens + 1, rows)
+    expected = residual.float()
+    expected[:tokens] += reference.linear(x.float(), weight.float(), bias.float())
+    skinny.output_projection_(x, weight, bias, residual[:tokens], pdl=True)
+    assert relative_error(residual, expected) <= 3e-3
+    assert torch.equal(residual[tokens].float(), expected[tokens])
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+def test_logits(tokens: int) -> None:
+    torch.manual_seed(tokens)
+    x, weight = bf16(tokens, skinny.HIDDEN), bf16(20_104, skinny.HIDDEN, scale=1 / 54)
+    logits = torch.full((tokens, 20_104), float("nan"), device="cuda")
+    skinny.logits(x, weight, logits, pdl=True)
+    assert relative_error(logits, x.double() @ weight.double().T) <= 1e-5
+
+
+def test_more_tokens_or_other_types_are_refused() -> None:
+    weight = bf16(16, skinny.HIDDEN)
+    with pytest.raises(ValueError, match="17 tokens"):
+        skinny.logits(bf16(17, skinny.HIDDEN), weight, torch.empty(17, 16, device="cuda"))
+    with pytest.raises(ValueError, match="x is"):
+        skinny.logits(bf16(2, skinny.HIDDEN).float(), weight, torch.empty(2, 16, device="cuda"))
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 128])
+def test_sampling_follows_its_definition(rows: int, pdl: bool) -> None:
+    torch.manual_seed(rows)
+    logits = (torch.randn(rows, VOCABULARY, device="cuda") * 3).bfloat16().float()
+    sampled = torch.full((rows,), -1, device="cuda")
+    choose_tokens(logits, sampled, pdl=pdl)
+    best = lowest_best(logits.cpu())
+    assert torch.equal(sampled.cpu(), best)
+    inverse = torch.linspace(0.5, 2.0, rows, dtype=torch.float64, device="cuda")
+    uniforms = torch.rand(rows, dtype=torch.float64, device="cuda")
+    out = choose_tokens(logits, sampled, inverse, uniforms, pdl)
+    expected = draw_by_id(scaled_weights(logits, inverse[:, None], None), uniforms[:, None])
+    different = int((sampled != expected).sum())
+    print(f"{different} of {rows} draws differ")
+    # Exponentials may differ in their last bit, which moves a draw only at the very edge of a token's share.
+    assert different <= rows // 100
+    assert torch.equal(out[:, 0].long(), sampled)
+    assert not out[:, 1].any()
