@@ -179,8 +179,8 @@ def moe_floor_us(tokens: int, experts: int) -> float:
     return max(compute, met * 3 * DIM * DIM * MXFP4_BYTES / BYTES_PER_S) * 1e6
 
 
-def moe_points(model: str, sizes: Sequence[int], layers: int, staggers: Sequence[int]) -> list[Record]:
-    """Every chunk size of one model's shape: the whole op, and its parts."""
+def moe_points(model: str, sizes: Sequence[int], layers: int, tiles: Sequence[int]) -> list[Record]:
+    """Every chunk size of one model's shape: the whole op, its parts, and other tiles of tokens."""
     experts = EXPERTS[model]
     made = [random_layer(experts) for _ in range(layers)]
     workspace = MixedWorkspace(max(sizes), experts, torch.device("cuda"))
@@ -201,16 +201,19 @@ def moe_points(model: str, sizes: Sequence[int], layers: int, staggers: Sequence
             ],
             replays=5,
         )
-        parts = {
-            "rank": graph_time_us([partial(mixed.route, routings[0][0], workspace)], replays=3, rounds=4)
-        }
-        quantise = partial(mixed.quantise, x, *routings[0], workspace)
-        parts["quantise"] = graph_time_us([quantise], replays=3, rounds=4)
-        for stagger in staggers:
-            runs = [partial(mixed.run_experts, *layer[:2], workspace, stagger) for layer in made]
-            parts[f"experts {stagger}"] = graph_time_us(runs, replays=5)
-        best = min(value for name, value in parts.items() if name.startswith("experts"))
-        tflops = 2 * 4 * tokens * 3 * DIM * DIM / best / 1e6
+        tile = mixed.choose_tile(tokens, experts)
+        parts: dict[str, float] = {}
+        for size in dict.fromkeys((tile, *tiles)):
+            route = partial(mixed.route, routings[0][0], workspace, size)
+            quantise = partial(mixed.quantise, x, *routings[0], workspace, size)
+            for launch in (route, quantise):
+                launch()
+            run = [partial(mixed.run_experts, *layer[:2], workspace, size) for layer in made]
+            parts[f"experts {size}"] = graph_time_us(run, replays=5)
+            if size == tile:
+                parts["rank"] = graph_time_us([route], replays=3, rounds=4)
+                parts["quantise"] = graph_time_us([quantise], replays=3, rounds=4)
+        tflops = 2 * 4 * tokens * 3 * DIM * DIM / parts[f"experts {tile}"] / 1e6
         extra = {name: round(value, 1) for name, value in parts.items()}
         rows.append(
             record(
@@ -223,6 +226,7 @@ def moe_points(model: str, sizes: Sequence[int], layers: int, staggers: Sequence
                 tflops=round(tflops),
                 error=f"{error:.1e}",
                 ok=error <= MOE_BOUND,
+                tile=tile,
                 **extra,
             )
         )
@@ -237,7 +241,7 @@ def main() -> int:
     """Measure, print and append records; returns 1 when a kernel is out of its error bound."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default="attention,moe")
-    parser.add_argument("--staggers", default="0", help="ns by which the second warpgroup starts later")
+    parser.add_argument("--tiles", default="", help="tokens of a tile to try besides the one chosen")
     parser.add_argument("--tokens", default="512,1024,2048,8192", help="chunk sizes of the MoE")
     parser.add_argument("--contexts", default="1024,8192,32768")
     parser.add_argument("--portable", action="store_true", help="time the Triton kernels too")
@@ -252,7 +256,7 @@ def main() -> int:
             rows += attention_point(context, context, WINDOW, options.portable)
     for model, layers in (("gpt-oss-20b", 3), ("gpt-oss-120b", 2)):
         if "moe" in parts or model in parts:
-            rows += moe_points(model, _numbers(options.tokens), layers, _numbers(options.staggers))
+            rows += moe_points(model, _numbers(options.tokens), layers, _numbers(options.tiles))
             torch.cuda.empty_cache()
     if options.out is not None:
         append_records(options.out, rows)

@@ -42,8 +42,9 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "antiphon_moe_combine_norm": (*(_POINTER,) * 6, _REAL, *(_NUMBER,) * 4, _POINTER),
     # streamed, experts, row_tiles, interleaved, values, scales, inexact_tiles, stream
     "antiphon_moe_widen": (_POINTER, *(_NUMBER,) * 3, *(_POINTER,) * 4),
-    # ids, rank, counts, first_tile, tiles, tile_count, ticket, pairs, first_expert, experts, stream
-    "antiphon_moe_fp8_rank": (*(_POINTER,) * 7, *(_NUMBER,) * 3, _POINTER),
+    # ids, rank, counts, first_tile, tiles, tile_count, ticket, pairs, first_expert, experts, tile_rows,
+    # stream
+    "antiphon_moe_fp8_rank": (*(_POINTER,) * 7, *(_NUMBER,) * 4, _POINTER),
     # x, ids, expert_weights, rank, first_tile, activations, row_weight, slots, tokens, first_expert, experts,
     # stream
     "antiphon_moe_fp8_quantise": (*(_POINTER,) * 8, *(_NUMBER,) * 3, _POINTER),
@@ -54,11 +55,11 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     # rows, slots, out, tokens, stream
     "antiphon_moe_fp8_combine": (*(_POINTER,) * 3, _NUMBER, _POINTER),
     # x, ids, expert_weights, rank, first_tile, activations, token_scale, row_weight, slots, tokens,
-    # first_expert, experts, stream
-    "antiphon_moe_mixed_quantise": (*(_POINTER,) * 9, *(_NUMBER,) * 3, _POINTER),
-    # activations, weights, tops, bias, tiles, tile_count, token_scale, hidden, grid, stagger_ns, stream
+    # first_expert, experts, tile_rows, stream
+    "antiphon_moe_mixed_quantise": (*(_POINTER,) * 9, *(_NUMBER,) * 4, _POINTER),
+    # activations, weights, tops, bias, tiles, tile_count, token_scale, hidden, tile_rows, grid, stream
     "antiphon_moe_mixed_gate_up": (*(_POINTER,) * 8, *(_NUMBER,) * 2, _POINTER),
-    # hidden, weights, tops, bias, tiles, tile_count, row_weight, rows, grid, stagger_ns, stream
+    # hidden, weights, tops, bias, tiles, tile_count, row_weight, rows, tile_rows, grid, stream
     "antiphon_moe_mixed_down": (*(_POINTER,) * 8, *(_NUMBER,) * 2, _POINTER),
 }
 

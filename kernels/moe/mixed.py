@@ -1,15 +1,17 @@
 """The MoE of a chunk of tokens on sm_90: MXFP4 weights widened to e4m3 in registers, e4m3 activations.
 
-Five launches: rank the pairs within their experts, quantise the activations into tiles of 256 tokens, gate/up
+Five launches: rank the pairs within their experts, quantise the activations into tiles of tokens, gate/up
 with bias and SwiGLU whose output is already the second operand, down with bias and routing weight, combine.
 The weights are those of the streaming road (``streamed.py``), so that no second form of them is held.
 
-Rounding: an activation has the scale of its token, a weight the exponent of its row's largest block. Blocks
-of 32 weights whose exponent lies more than 14 below that may lose bits; they are counted, never hidden.
+Rounding: an activation has the scale of its token. With few tokens an expert the weights are exact; with
+many, a weight has the exponent of its row's largest block, and blocks of 32 weights whose exponent lies more
+than 14 below that may lose bits; they are counted, never hidden.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +23,10 @@ from antiphon.kernels.reference import ExpertMatrix
 
 TOP_K = 4
 MAX_EXPERTS = 128
-TILE_TOKENS = 256
-TILES_K = -(-DIM // 128)
-_TILE_BYTES = TILE_TOKENS * 128
+NARROW_TILES = (32, 48, 64)
+WIDE_TILE = 256
+ROW_BYTES = -(-DIM // 128) * 128
+"""Of a token's operand: whole tiles of 128 columns."""
 EXACT_SPREAD = 14
 """An FP4 value times 2^d is an e4m3 number for -8 <= d <= 6."""
 
@@ -64,6 +67,17 @@ def _row_tops(matrix: ExpertMatrix) -> tuple[Tensor, Tensor]:
     return tops, inexact
 
 
+def choose_tile(tokens: int, experts: int) -> int:
+    """Tokens of a tile: one tile an expert while those are few (the mean and two deviations), else 256.
+
+    Args:
+        tokens: of the chunk. experts: of the model, all of them about equally wanted.
+    """
+    mean = tokens * TOP_K / experts
+    load = mean + 2 * math.sqrt(mean)
+    return next((tile for tile in NARROW_TILES if load <= tile), WIDE_TILE)
+
+
 class MixedWorkspace:
     """Buffers of one layer's launches; layers use the same ones in turn, on one stream.
 
@@ -95,9 +109,14 @@ class MixedWorkspace:
         if first_expert < 0 or self.experts < 1 or first_expert + self.experts > all_experts:
             raise ValueError(f"experts {first_expert} + {self.experts} are not within {all_experts}")
         self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        self.all_experts = all_experts
         pairs = max_tokens * TOP_K
-        tiles = min(pairs, pairs // TILE_TOKENS + self.experts)
-        rows = tiles * TILE_TOKENS
+
+        def most_tiles(tile_rows: int) -> int:
+            return min(pairs, pairs // tile_rows + self.experts)
+
+        rows = max(most_tiles(tile) * tile for tile in (*NARROW_TILES, WIDE_TILE))
+        tiles = most_tiles(NARROW_TILES[0])
 
         def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
@@ -109,8 +128,8 @@ class MixedWorkspace:
         self.tiles = buffer(tiles, 4, dtype=torch.int32)
         self.tile_count = buffer(1, dtype=torch.int32)
         self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        self.activations = buffer(tiles, TILES_K, _TILE_BYTES, dtype=torch.uint8)
-        self.hidden = buffer(tiles, TILES_K, _TILE_BYTES, dtype=torch.uint8)
+        self.activations = buffer(rows * ROW_BYTES, dtype=torch.uint8)
+        self.hidden = buffer(rows * ROW_BYTES, dtype=torch.uint8)
         self.token_scale = buffer(rows, dtype=torch.float32)
         self.row_weight = buffer(rows, dtype=torch.float32)
         self.rows = buffer(rows, DIM, dtype=torch.bfloat16)
@@ -129,6 +148,7 @@ def moe_mixed(
     exponents: RowExponents,
     workspace: MixedWorkspace,
     out: Tensor | None = None,
+    tile: int | None = None,
 ) -> Tensor:
     """``reference.moe`` with e4m3 operands; the sum of this rank's experts.
 
@@ -138,6 +158,7 @@ def moe_mixed(
     Args:
         x: [T, 2880] bf16. expert_ids: [T, 4] int64, negative for padding. expert_weights: [T, 4] bf16.
         out: [T, 2880] bf16, allocated when None.
+        tile: tokens of a tile, 32, 48, 64 or 256; ``choose_tile`` when None.
 
     Returns:
         ``out``: float32 sums over k in order of bf16 terms; identical from run to run.
@@ -145,57 +166,53 @@ def moe_mixed(
     tokens = x.shape[0]
     out = torch.empty_like(x) if out is None else out
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, out)
-    route(expert_ids, workspace)
-    quantise(x, expert_ids, expert_weights, workspace)
-    run_experts(experts, exponents, workspace)
+    tile = choose_tile(tokens, workspace.all_experts) if tile is None else tile
+    route(expert_ids, workspace, tile)
+    quantise(x, expert_ids, expert_weights, workspace, tile)
+    run_experts(experts, exponents, workspace, tile)
     launch("fp8_combine", workspace.rows.data_ptr(), workspace.slots.data_ptr(), out.data_ptr(), tokens)
     return out
 
 
-def route(expert_ids: Tensor, workspace: MixedWorkspace) -> None:
-    """Rank every pair within its expert and lay out the token tiles."""
+def route(expert_ids: Tensor, workspace: MixedWorkspace, tile: int) -> None:
+    """Rank every pair within its expert and lay out the tiles of so many tokens."""
     launch(
         "fp8_rank",
         *(expert_ids.data_ptr(), workspace.rank.data_ptr(), workspace.counts.data_ptr()),
         *(workspace.first_tile.data_ptr(), workspace.tiles.data_ptr(), workspace.tile_count.data_ptr()),
-        *(workspace.ticket.data_ptr(), expert_ids.numel(), workspace.first_expert, workspace.experts),
+        *(workspace.ticket.data_ptr(), expert_ids.numel(), workspace.first_expert, workspace.experts, tile),
     )
 
 
-def quantise(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, workspace: MixedWorkspace) -> None:
+def quantise(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, workspace: MixedWorkspace, tile: int
+) -> None:
     """Round activations to e4m3 and copy them to the rows of their experts."""
     launch(
         "mixed_quantise",
         *(x.data_ptr(), expert_ids.data_ptr(), expert_weights.data_ptr(), workspace.rank.data_ptr()),
         *(workspace.first_tile.data_ptr(), workspace.activations.data_ptr()),
         *(workspace.token_scale.data_ptr(), workspace.row_weight.data_ptr(), workspace.slots.data_ptr()),
-        *(x.shape[0], workspace.first_expert, workspace.experts),
+        *(x.shape[0], workspace.first_expert, workspace.experts, tile),
     )
 
 
-STAGGER_NS = 0
-
-
 def run_experts(
-    experts: StreamedExperts,
-    exponents: RowExponents,
-    workspace: MixedWorkspace,
-    stagger_ns: int | None = None,
+    experts: StreamedExperts, exponents: RowExponents, workspace: MixedWorkspace, tile: int
 ) -> None:
     """Both projections: workspace.activations -> workspace.hidden -> workspace.rows."""
-    stagger_ns = STAGGER_NS if stagger_ns is None else stagger_ns
     tiles = (workspace.tiles.data_ptr(), workspace.tile_count.data_ptr())
     launch(
         "mixed_gate_up",
         *(workspace.activations.data_ptr(), experts.gate_up.data_ptr(), exponents.gate_up.data_ptr()),
         *(experts.gate_up_bias.data_ptr(), *tiles, workspace.token_scale.data_ptr()),
-        *(workspace.hidden.data_ptr(), workspace.blocks, stagger_ns),
+        *(workspace.hidden.data_ptr(), tile, workspace.blocks),
     )
     launch(
         "mixed_down",
         *(workspace.hidden.data_ptr(), experts.down.data_ptr(), exponents.down.data_ptr()),
         *(experts.down_bias.data_ptr(), *tiles, workspace.row_weight.data_ptr()),
-        *(workspace.rows.data_ptr(), workspace.blocks, stagger_ns),
+        *(workspace.rows.data_ptr(), tile, workspace.blocks),
     )
 
 

@@ -111,6 +111,7 @@ def route(expert_ids: Tensor, workspace: Fp8Workspace) -> None:
         *(expert_ids.data_ptr(), workspace.rank.data_ptr(), workspace.counts.data_ptr()),
         *(workspace.first_tile.data_ptr(), workspace.tiles.data_ptr(), workspace.tile_count.data_ptr()),
         *(workspace.ticket.data_ptr(), expert_ids.numel(), workspace.first_expert, workspace.experts),
+        TILE_TOKENS,
     )
 
 

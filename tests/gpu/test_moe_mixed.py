@@ -62,7 +62,7 @@ def random_routing(tokens: int) -> tuple[Tensor, Tensor]:
     return ids, torch.softmax(torch.randn(tokens, 4, device="cuda"), -1).bfloat16()
 
 
-def run(x: Tensor, ids: Tensor, weights: Tensor, layer: Layer) -> Tensor:
+def run(x: Tensor, ids: Tensor, weights: Tensor, layer: Layer, tile: int | None = None) -> Tensor:
     workspace = MixedWorkspace(x.shape[0], EXPERTS, x.device)
     workspace.activations.fill_(0x7F)  # NaN
     workspace.token_scale.fill_(float("nan"))
@@ -70,19 +70,19 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, layer: Layer) -> Tensor:
     workspace.hidden.fill_(0x7F)
     workspace.rows.fill_(float("nan"))
     workspace.tiles.fill_(-(2**30))
-    return moe_mixed(
-        x, ids, weights, layer.experts, layer.exponents, workspace, torch.full_like(x, float("nan"))
-    )
+    out = torch.full_like(x, float("nan"))
+    return moe_mixed(x, ids, weights, layer.experts, layer.exponents, workspace, out, tile)
 
 
+@pytest.mark.parametrize("tile", [32, 48, 64, 256])
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 127, 200, 511, 512, 513, 1030])
-def test_moe_matches_the_plain_op(layer: Layer, tokens: int) -> None:
+def test_moe_matches_the_plain_op(layer: Layer, tokens: int, tile: int) -> None:
     torch.manual_seed(tokens)
     x = torch.randn(tokens, DIM, device="cuda").bfloat16()
     ids, weights = random_routing(tokens)
-    out = run(x, ids, weights, layer)
+    out = run(x, ids, weights, layer, tile)
     assert relative_error(out, layer.plain(x, ids, weights)) <= BOUND
-    assert torch.equal(out, run(x, ids, weights, layer))
+    assert torch.equal(out, run(x, ids, weights, layer, tile))
 
 
 def test_rounding_is_the_only_error(layer: Layer) -> None:
@@ -141,20 +141,21 @@ def test_ranks_of_experts_add_up(layer: Layer) -> None:
     assert relative_error(total, layer.plain(x, ids, weights)) <= BOUND
 
 
+@pytest.mark.parametrize("tile", [48, 256])
 @pytest.mark.parametrize("tokens", [1, 33, 4000, 20000])
-def test_ranks_and_tiles(tokens: int) -> None:
+def test_ranks_and_tiles(tokens: int, tile: int) -> None:
     ids = random_routing(tokens)[0]
     workspace = MixedWorkspace(tokens, EXPERTS, ids.device)
     for _ in range(2):
-        route(ids, workspace)
+        route(ids, workspace, tile)
     flat = ids.flatten()
     expected = torch.empty_like(flat)
     tiles = []
     for expert in range(EXPERTS):
         mine = (flat == expert).nonzero().flatten()
         expected[mine] = torch.arange(len(mine), device=flat.device)
-        count, first = -(-len(mine) // 256), len(tiles)
-        tiles += [[expert, min(256, len(mine) - 256 * i), first, count] for i in range(count)]
+        count, first = -(-len(mine) // tile), len(tiles)
+        tiles += [[expert, min(tile, len(mine) - tile * i), first, count] for i in range(count)]
     assert torch.equal(workspace.rank.long(), expected)
     assert workspace.tiles[: int(workspace.tile_count)].tolist() == tiles
 

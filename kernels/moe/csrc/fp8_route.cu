@@ -23,6 +23,7 @@ struct Ranking {
   int pairs;
   int first_expert;
   int experts;
+  int tile_rows;
 };
 
 // One block per expert; the last one lays out the tiles.
@@ -73,16 +74,16 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(const __grid_constan
     int tile = 0;
     for (int e = 0; e < a.experts; ++e) {
       first[e] = tile;
-      tile += (counts[e] + kTileRows - 1) / kTileRows;
+      tile += (counts[e] + a.tile_rows - 1) / a.tile_rows;
     }
     *a.tile_count = tile;
   }
   __syncthreads();
   if (threadIdx.x < a.experts) {
-    const int e = threadIdx.x, tiles = (counts[e] + kTileRows - 1) / kTileRows;
+    const int e = threadIdx.x, tiles = (counts[e] + a.tile_rows - 1) / a.tile_rows;
     a.first_tile[e] = first[e];
     for (int i = 0; i < tiles; ++i)
-      a.tiles[first[e] + i] = {e, min(kTileRows, counts[e] - i * kTileRows), first[e], tiles};
+      a.tiles[first[e] + i] = {e, min(a.tile_rows, counts[e] - i * a.tile_rows), first[e], tiles};
   }
 }
 
@@ -181,12 +182,12 @@ __global__ void __launch_bounds__(kCombineThreads)
 
 extern "C" int antiphon_moe_fp8_rank(const void* ids, int* rank, int* counts, int* first_tile, void* tiles,
                                      int* tile_count, unsigned* ticket, int pairs, int first_expert, int experts,
-                                     void* stream) {
+                                     int tile_rows, void* stream) {
   namespace fp8 = antiphon::fp8;
   if (experts > fp8::kMaxExperts) return cudaErrorInvalidValue;
   const fp8::Ranking a = {static_cast<const long long*>(ids), rank,   counts, first_tile,
                           static_cast<fp8::TokenTile*>(tiles), tile_count, ticket, pairs,
-                          first_expert, experts};
+                          first_expert, experts, tile_rows};
   return antiphon::launch(fp8::rank_kernel, dim3(experts), dim3(fp8::kRankThreads), 0,
                           static_cast<cudaStream_t>(stream), false, a);
 }

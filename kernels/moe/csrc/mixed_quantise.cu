@@ -10,9 +10,7 @@ namespace antiphon::mixed {
 namespace {
 
 using fp8::kDim;
-using fp8::kTileBytes;
 using fp8::kTileK;
-using fp8::kTileRows;
 using fp8::kTilesK;
 
 constexpr int kTopK = 4;
@@ -25,11 +23,11 @@ struct Quantisation {
   const __nv_bfloat16* expert_weight;  // [tokens, 4]
   const int* rank;                     // [tokens * 4]
   const int* first_tile;               // [experts]
-  uint8_t* activations;                // [tiles, 23, kTileBytes]
-  float* token_scale;                  // [tiles * 256] by slot
-  float* row_weight;                   // [tiles * 256] by slot
+  uint8_t* activations;                // [tiles, 23, tile_rows * 128]
+  float* token_scale;                  // [tiles * tile_rows] by slot
+  float* row_weight;                   // [tiles * tile_rows] by slot
   int* slots;                          // [tokens * 4] row of each pair among all tiles, -1 when not ours
-  int tokens, first_expert, experts;
+  int tokens, first_expert, experts, tile_rows;
 };
 
 // The largest of two words' four magnitudes, as bf16 bits; NaN is the largest of all.
@@ -55,17 +53,18 @@ __global__ void __launch_bounds__(kWarps * 32) quantise_kernel(const __grid_cons
   }
   const float peak = fmaxf(__uint_as_float(__reduce_max_sync(0xFFFFFFFFu, largest) << 16), 1e-20f);
   const float factor = kLargest / peak;
+  const size_t tile_bytes = static_cast<size_t>(a.tile_rows) * kTileK;
   uint8_t* target[kTopK];
 #pragma unroll
   for (int k = 0; k < kTopK; ++k) {
     const int pair = token * kTopK + k;
     const long long local = a.ids[pair] - a.first_expert;
     int slot = -1;
-    if (local >= 0 && local < a.experts) slot = a.first_tile[local] * kTileRows + a.rank[pair];
+    if (local >= 0 && local < a.experts) slot = a.first_tile[local] * a.tile_rows + a.rank[pair];
     target[k] = nullptr;
     if (slot >= 0)
-      target[k] = a.activations + static_cast<size_t>(slot / kTileRows) * kTilesK * kTileBytes +
-                  fp8::swizzled(slot % kTileRows, lane * 4);
+      target[k] = a.activations + static_cast<size_t>(slot / a.tile_rows) * kTilesK * tile_bytes +
+                  fp8::swizzled(slot % a.tile_rows, lane * 4);
     if (lane == 0) {
       a.slots[pair] = slot;
       if (slot >= 0) {
@@ -82,7 +81,7 @@ __global__ void __launch_bounds__(kWarps * 32) quantise_kernel(const __grid_cons
                           static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(second, __NV_SATFINITE, __NV_E4M3)) << 16;
 #pragma unroll
     for (int k = 0; k < kTopK; ++k)
-      if (target[k] != nullptr) *reinterpret_cast<uint32_t*>(target[k] + static_cast<size_t>(i) * kTileBytes) = word;
+      if (target[k] != nullptr) *reinterpret_cast<uint32_t*>(target[k] + i * tile_bytes) = word;
   }
 }
 
@@ -92,7 +91,7 @@ __global__ void __launch_bounds__(kWarps * 32) quantise_kernel(const __grid_cons
 extern "C" int antiphon_moe_mixed_quantise(const void* x, const void* ids, const void* expert_weight, const int* rank,
                                            const int* first_tile, void* activations, float* token_scale,
                                            float* row_weight, int* slots, int tokens, int first_expert, int experts,
-                                           void* stream) {
+                                           int tile_rows, void* stream) {
   namespace mixed = antiphon::mixed;
   const mixed::Quantisation a = {static_cast<const __nv_bfloat16*>(x),
                                  static_cast<const long long*>(ids),
@@ -105,7 +104,8 @@ extern "C" int antiphon_moe_mixed_quantise(const void* x, const void* ids, const
                                  slots,
                                  tokens,
                                  first_expert,
-                                 experts};
+                                 experts,
+                                 tile_rows};
   return antiphon::launch(mixed::quantise_kernel, dim3((tokens + mixed::kWarps - 1) / mixed::kWarps),
                           dim3(mixed::kWarps * 32), 0, static_cast<cudaStream_t>(stream), false, a);
 }
