@@ -94,7 +94,7 @@ class Taken:
         """Decode one message and note its age."""
         self.take_message(decode(data))
 
-    def take_message(self, batch: AnyMessage) -> None:
+    def take_message(self, batch: object) -> None:
         """Note one message's age."""
         if not isinstance(batch, TokenBatch):
             raise TypeError(f"expected a TokenBatch, got {type(batch).__name__}")

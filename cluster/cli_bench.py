@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -113,26 +114,69 @@ def _json_object(text: str) -> dict[str, object]:
     return document
 
 
+class Device(StrEnum):
+    """Where a sweep measures."""
+
+    cuda = "cuda"
+    cpu = "cpu"
+
+
 @bench_app.command("sweep")
 def sweep(
     models: Annotated[str, typer.Option(help="Comma-separated.")] = "gpt-oss-20b,gpt-oss-120b",
     layouts: Annotated[
-        str, typer.Option(help="Such as 'TP1,TP2 EP2'; every one that fits the GPUs here when absent.")
+        str,
+        typer.Option(help="Such as 'TP1,TP2 EP2,TP1 DP2'; every one that fits the devices here when absent."),
     ] = "",
+    input_tokens: Annotated[str, typer.Option(help="Prompt lengths; 1k to 128k when absent.")] = "",
+    batches: Annotated[str, typer.Option(help="Of decode steps; 1 to 128 when absent.")] = "",
+    contexts: Annotated[str, typer.Option(help="Of decode steps; 8192 and 32768 when absent.")] = "",
+    steps: Annotated[int, typer.Option(min=2, help="Decode steps timed for each point.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts timed for each point.")] = 3,
+    chunk: Annotated[int, typer.Option(min=64, help="Prompt tokens of one step.")] = 8192,
+    device: Annotated[
+        Device, typer.Option(help="cpu runs the same path, for tests and small models.")
+    ] = Device.cuda,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Devices to use; all when absent.")] = None,
     price: Annotated[float, typer.Option(help="US dollars an hour of one GPU.")] = PRICE,
     again: Annotated[bool, typer.Option(help="Measure what the file holds already once more.")] = False,
     output: Annotated[
         Path | None, typer.Option(help="File of records; the project's sweep.json when absent.")
     ] = None,
+    docs: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the page that is written afterwards; the checkout's without --output."),
+    ] = None,
 ) -> None:
-    """Measure prefill and decode for every layout that fits the GPUs here; resumes where it stopped."""
+    """Measure prefill and decode for every layout that fits the devices here; resumes where it stopped."""
     from antiphon.benchmarks.records import RESULTS
-    from antiphon.benchmarks.sweep.command import run_command
+    from antiphon.benchmarks.sweep.command import Sizes, run_command
+    from antiphon.benchmarks.sweep.meter import Effort
+    from antiphon.benchmarks.sweep.points import BATCHES, CONTEXTS, INPUT_TOKENS
 
-    names = [each.strip() for each in models.split(",") if each.strip()]
-    wanted = [each for each in layouts.split(",") if each.strip()]
-    file = RESULTS / "sweep.json" if output is None else output
-    run_command(names, file, layouts=wanted, gpu_hour_price=price, again=again)
+    def sizes(text: str, option: str, otherwise: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(_whole(each, option) for each in _parts(text)) or otherwise
+
+    if output is None and docs is None:
+        from antiphon.benchmarks.report.page import DOCS
+
+        docs = DOCS
+    run_command(
+        _parts(models),
+        RESULTS / "sweep.json" if output is None else output,
+        layouts=_parts(layouts),
+        gpu_hour_price=price,
+        again=again,
+        device=device.value,
+        ranks=ranks,
+        sizes=Sizes(
+            sizes(input_tokens, "input-tokens", INPUT_TOKENS),
+            sizes(batches, "batches", BATCHES),
+            sizes(contexts, "contexts", CONTEXTS),
+        ),
+        effort=Effort(steps, repeats, chunk),
+        docs=docs,
+    )
 
 
 @bench_app.command("split")

@@ -16,7 +16,7 @@ from antiphon.benchmarks import floors, records
 from antiphon.benchmarks.floors import Work
 from antiphon.benchmarks.plan.fit import Errors, Row, leave_one_out, non_negative_fit
 from antiphon.benchmarks.plan.hardware import H200, Gpu
-from antiphon.benchmarks.plan.work import KernelClass
+from antiphon.benchmarks.plan.work import LINKS, KernelClass
 from antiphon.benchmarks.records import Record
 from antiphon.model.config import PRESETS, GptOssConfig
 
@@ -47,8 +47,6 @@ class Law:
         launches, memory, compute = _terms(work, gpu, link)
         return launches * self.launch_s + memory * self.memory + compute * self.compute
 
-
-LINK_CLASSES = frozenset({KernelClass.ALL_REDUCE_SMALL, KernelClass.ALL_REDUCE_LARGE})
 
 ASSUMED: Mapping[KernelClass, Law] = MappingProxyType(
     {
@@ -98,7 +96,7 @@ class Efficiencies:
 
     def part_seconds(self, kind: KernelClass, work: Work) -> float:
         """Time of one part."""
-        return self.laws[kind].seconds(work, self.gpu, kind in LINK_CLASSES)
+        return self.laws[kind].seconds(work, self.gpu, kind in LINKS)
 
     def assumed(self, parts: Mapping[KernelClass, Work]) -> list[KernelClass]:
         """Those of the parts whose law no measurement supports."""
@@ -135,7 +133,7 @@ def kernel_points(measured: Sequence[Record], gpu: Gpu) -> dict[KernelClass, lis
                 best[key] = (kind, work, seconds)
     grouped: defaultdict[KernelClass, list[Row]] = defaultdict(list)
     for kind, work, seconds in best.values():
-        grouped[kind].append((_terms(work, gpu, kind in LINK_CLASSES), seconds))
+        grouped[kind].append((_terms(work, gpu, kind in LINKS), seconds))
     return dict(grouped)
 
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from antiphon.benchmarks import floors
 from antiphon.benchmarks.floors import Form, Work
+from antiphon.benchmarks.plan.hardware import H200, Gpu
 from antiphon.benchmarks.records import Layout
 from antiphon.model.config import GptOssConfig
 
@@ -28,6 +29,9 @@ class KernelClass(StrEnum):
     ALL_REDUCE_LARGE = "all-reduce, prefill"
     STEP = "planning, sampling, launch"
 
+
+LINKS = frozenset({KernelClass.ALL_REDUCE_SMALL, KernelClass.ALL_REDUCE_LARGE})
+"""Classes whose bytes go over NVLink."""
 
 Parts = Mapping[KernelClass, Work]
 
@@ -118,6 +122,30 @@ def prefill_chunk(
         sent = floors.all_reduce_bytes(shape, tokens, tp)
         parts[KernelClass.ALL_REDUCE_LARGE] = Work(bytes=2 * layers * sent, launches=2 * layers)
     return parts
+
+
+def layout_floor_s(
+    shape: GptOssConfig,
+    layout: Layout,
+    input_tokens: int | None,
+    batch: int | None,
+    context: int | None,
+    gpu: Gpu = H200,
+) -> float:
+    """Least time of a prompt (``input_tokens``) or a decode step on the GPUs of a layout.
+
+    As ``floors.decode_floor_ms`` and ``prefill_floor_ms`` for one GPU, and what the sums over ranks send at
+    the rated speed of the links on top.
+    """
+    if input_tokens is None:
+        parts = decode_step(shape, layout, batch or 1, context or 1)
+        least_s = sum(part.bytes for kind, part in parts.items() if kind not in LINKS) / gpu.bytes_per_s
+    else:
+        parts = prefill_chunk(shape, layout, input_tokens, 0, form="fp8", widen=False)
+        compute_s = sum(p.bf16_flop / gpu.bf16_flops + p.fp8_flop / gpu.fp8_flops for p in parts.values())
+        weights = floors.weights_on_one_gpu(shape, layout, "mxfp4", with_unembedding=True).total
+        least_s = max(compute_s, weights / gpu.bytes_per_s)
+    return least_s + sum(parts[kind].bytes for kind in LINKS & parts.keys()) / gpu.nvlink_bytes_per_s
 
 
 def _decode_experts(shape: GptOssConfig, layout: Layout, batch: float, form: Form) -> Work:

@@ -1,9 +1,10 @@
-"""``antiphon bench sweep``: measure every layout that fits the GPUs of this machine."""
+"""``antiphon bench sweep``: measure every layout that fits the devices of this machine."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -12,15 +13,31 @@ from rich.table import Table
 
 from antiphon.benchmarks.plan.cost_model import build
 from antiphon.benchmarks.records import BENCH_DECODE, Layout, load_results
-from antiphon.benchmarks.sweep.meter import NotMeasurable, OpenMeter, gpus_here, open_engine
-from antiphon.benchmarks.sweep.points import Point, grid, layouts_for
-from antiphon.benchmarks.sweep.prices import figure, pareto_front
+from antiphon.benchmarks.sweep.meter import (
+    DeviceType,
+    Effort,
+    NotMeasurable,
+    OpenMeter,
+    devices_here,
+    engine_opener,
+)
+from antiphon.benchmarks.sweep.points import BATCHES, CONTEXTS, INPUT_TOKENS, Point, grid, layouts_for
+from antiphon.benchmarks.sweep.prices import measured_figure, pareto_front
 from antiphon.benchmarks.sweep.run import Outcome, run_sweep
 from antiphon.protocol.errors import AntiphonError
 
 
 class SweepIncomplete(AntiphonError):
     """Points could not be measured; they were named, and what was measured is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured of each layout."""
+
+    input_tokens: Sequence[int] = INPUT_TOKENS
+    batches: Sequence[int] = BATCHES
+    contexts: Sequence[int] = CONTEXTS
 
 
 def run_command(
@@ -30,31 +47,47 @@ def run_command(
     layouts: Sequence[str] = (),
     gpu_hour_price: float = 3.0,
     again: bool = False,
-    gpus: int | None = None,
-    open_meter: OpenMeter = open_engine,
+    device: DeviceType = "cuda",
+    ranks: int | None = None,
+    sizes: Sizes | None = None,
+    effort: Effort | None = None,
+    docs: Path | None = None,
+    open_meter: OpenMeter | None = None,
 ) -> None:
-    """Measure, then print prices and the Pareto front of what was measured.
+    """Measure, then print prices and the Pareto front of what was measured, and write the page of results.
+
+    ``ranks`` narrows the devices that layouts may take; all there are when absent.
 
     Raises:
-        NotMeasurable: there is no GPU, or a layout that was asked for needs more than there are.
-        SweepIncomplete: some points failed.
+        NotMeasurable: there is no device, or a layout that was asked for needs more than there are.
+        SweepIncomplete: some points failed; the page is written first.
         ConfigError, RecordError: a model or a file is not what it should be.
     """
-    available = gpus_here() if gpus is None else gpus
+    available = devices_here(device) if ranks is None else ranks
     chosen = [Layout.parse(each) for each in layouts] or layouts_for(available)
     if too_large := [each.name for each in chosen if each.gpus > available]:
-        raise NotMeasurable(f"{', '.join(too_large)}: there are {available} GPUs here")
-    grids = [grid(build(model, []), chosen) for model in models]
+        raise NotMeasurable(f"{', '.join(too_large)}: there are {available} devices here")
+    wanted = sizes or Sizes()
+    grids = [
+        grid(build(model, []), chosen, wanted.input_tokens, wanted.batches, wanted.contexts)
+        for model in models
+    ]
     points = [point for each in grids for point in each.points]
     console = Console(stderr=True)
     for each in grids:
         for point, why in each.left_out:
             console.print(f"left out {point.name}: {why}", style="dim", markup=False)
-    outcome = _with_progress(points, open_meter, output, again, console)
+    opener = open_meter or engine_opener(device, effort or Effort())
+    outcome = _with_progress(points, opener, output, again, console)
     _print_prices(models, output.parent, points, gpu_hour_price)
     print(
         f"{len(outcome.measured)} measured, {len(outcome.known)} known before, {len(outcome.failed)} failed"
     )
+    if docs is not None:
+        from antiphon.benchmarks.report.page import write
+
+        for path in write(docs, output.parent, gpu_hour_price):
+            print(path)
     if outcome.failed:
         point, reason = outcome.failed[0]
         raise SweepIncomplete(f"{len(outcome.failed)} points failed, the first {point.name}: {reason}")
@@ -81,11 +114,10 @@ def _print_prices(
     measured = load_results(folder)
     console = Console()
     for name in models:
-        model = build(name, measured)
         decode = [p for p in points if p.model == name and p.bench == BENCH_DECODE]
-        figures = [figure(point, model, measured, gpu_hour_price) for point in decode]
+        figures = [measured_figure(point, measured, gpu_hour_price) for point in decode]
         for context in sorted({point.context or 0 for point in decode}):
-            known = [each for each in figures if each.measured and each.point.context == context]
+            known = [each for each in figures if each is not None and each.point.context == context]
             if not known:
                 continue
             table = Table(

@@ -1,26 +1,38 @@
-"""What measures a point: a model held on GPUs in one layout. The sweep never makes up a figure."""
+"""What measures a point: a model held on devices in one layout. The sweep never makes up a figure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from antiphon.benchmarks.plan.cost_model import build
+from antiphon.benchmarks.plan.work import layout_floor_s
 from antiphon.benchmarks.records import Layout, Record
 from antiphon.benchmarks.sweep.points import Point
+from antiphon.model.config import preset
 from antiphon.protocol.errors import AntiphonError
 
 if TYPE_CHECKING:  # the engine's benchmark needs a GPU's libraries, and is loaded only where it runs
     from antiphon.benchmarks.engine import Bench
 
-STEPS = 128
-PREFILL_REPEATS = 3
-PREFILL_CHUNK = 8192
+DeviceType = Literal["cuda", "cpu"]
 
 
 class NotMeasurable(AntiphonError):
     """This machine, or this build, cannot measure a layout; the message says which of them and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long each point is measured."""
+
+    steps: int = 128
+    repeats: int = 3
+    chunk_tokens: int = 8192
 
 
 class Meter(Protocol):
@@ -35,16 +47,18 @@ class Meter(Protocol):
         ...
 
 
-OpenMeter = Callable[[str, Layout], AbstractContextManager[Meter]]
-"""(model, layout) -> a meter; entering loads the model, leaving frees its memory."""
+OpenMeter = Callable[[str, Layout, Sequence[Point]], AbstractContextManager[Meter]]
+"""(model, layout, points to come) -> a meter; entering loads the model, leaving frees its memory."""
 
 
-def gpus_here() -> int:
-    """CUDA devices of this machine.
+def devices_here(device: DeviceType) -> int:
+    """CUDA devices of this machine, or cores that may each be a rank.
 
     Raises:
         NotMeasurable: there are none.
     """
+    if device == "cpu":
+        return len(os.sched_getaffinity(0))
     import torch
 
     count = torch.cuda.device_count()
@@ -54,55 +68,113 @@ def gpus_here() -> int:
 
 
 class EngineMeter:
-    """The real engine loop on one GPU, weights synthesized on the device.
+    """The real engine loop on one device, weights synthesized there.
 
-    Prompts run with FP8 experts beside the 4-bit ones where both fit, decode steps with the 4-bit ones alone,
-    as the two roles are deployed; the weights are made anew when the role changes.
+    On a GPU prompts run with FP8 experts beside the 4-bit ones where both fit, decode steps with the 4-bit
+    ones alone, as the two roles are deployed; the weights are made anew when the role changes.
     """
 
-    def __init__(self, model: str) -> None:
-        from antiphon.benchmarks import engine
-
-        self._engine, self._model = engine, model
-        self._fp8_fits = build(model, []).holds_fp8(Layout())
+    def __init__(self, model: str, device: DeviceType, effort: Effort) -> None:
+        self._model, self._device, self._effort = model, device, effort
+        self._fp8_fits = device == "cuda" and build(model, []).holds_fp8(Layout())
         self._bench: Bench | None = None
 
     def measure(self, point: Point) -> Record:
         """See ``Meter``."""
-        if point.input_tokens is not None:
-            bench = self._ready(resident_fp8=self._fp8_fits)
-            return self._engine.prefill_point(bench, point.input_tokens, PREFILL_CHUNK, PREFILL_REPEATS)
-        if point.batch is None or point.context is None:
-            raise NotMeasurable(f"{point.name}: a decode step has a batch and a context")
-        return self._engine.decode_point(self._ready(resident_fp8=False), point.batch, point.context, STEPS)
+        return measure_with(
+            self._ready(resident_fp8=self._fp8_fits and point.input_tokens is not None), point, self._effort
+        )
 
     def close(self) -> None:
         """Free the weights."""
-        import torch
-
         self._bench = None
-        torch.cuda.empty_cache()
+        free_memory()
 
     def _ready(self, *, resident_fp8: bool) -> Bench:
         import torch
 
+        from antiphon.benchmarks import engine
+
+        if self._device == "cpu":
+            torch.set_num_threads(1)  # as many as every rank of a wider layout has
         if self._bench is None or self._bench.resident_fp8 != resident_fp8:
             self.close()
-            self._bench = self._engine.make_bench(self._model, torch.device("cuda"), resident_fp8)
+            self._bench = engine.make_bench(self._model, torch.device(self._device), resident_fp8)
         return self._bench
 
 
-@contextmanager
-def open_engine(model: str, layout: Layout) -> Iterator[Meter]:
-    """The engine's meter.
+class RankMeter:
+    """The same engine loop with its model spread over ranks, weights synthesized on each."""
+
+    def __init__(self, bench: Bench, layout: Layout, effort: Effort) -> None:
+        self._bench, self._layout, self._effort = bench, layout, effort
+
+    def measure(self, point: Point) -> Record:
+        """See ``Meter``."""
+        record = measure_with(self._bench, point, self._effort)
+        floor_s = layout_floor_s(
+            preset(point.model), self._layout, point.input_tokens, point.batch, point.context
+        )
+        extra = record.extra | {"road": "plain torch on each rank", "ranks": self._layout.tp}
+        return replace(record, layout=self._layout.name, floor=round(floor_s * 1e3, 4), extra=extra)
+
+
+def measure_with(bench: Bench, point: Point, effort: Effort) -> Record:
+    """One point with a loaded model; the engine of the point before is gone first.
 
     Raises:
-        NotMeasurable: the layout has more than one rank, which the engine's benchmark does not start yet.
+        NotMeasurable: the point is neither a prompt nor a decode step.
+        BenchmarkError: the engine did not do what was to be timed.
     """
-    if layout.gpus > 1:
-        raise NotMeasurable(f"{layout.name}: the engine's benchmark runs on one rank")
-    meter = EngineMeter(model)
-    try:
-        yield meter
-    finally:
-        meter.close()
+    from antiphon.benchmarks import engine
+
+    free_memory()
+    if point.input_tokens is not None:
+        return engine.prefill_point(bench, point.input_tokens, effort.chunk_tokens, effort.repeats)
+    if point.batch is None or point.context is None:
+        raise NotMeasurable(f"{point.name}: a decode step has a batch and a context")
+    return engine.decode_point(bench, point.batch, point.context, effort.steps)
+
+
+def engine_opener(device: DeviceType, effort: Effort) -> OpenMeter:
+    """Opens the engine's meter for any layout of one replica or several."""
+
+    @contextmanager
+    def open_engine(model: str, layout: Layout, points: Sequence[Point]) -> Iterator[Meter]:
+        if layout.dp > 1:
+            from antiphon.benchmarks.sweep.replicas import open_replicas
+
+            with open_replicas(model, layout, points, device, effort) as meter:
+                yield meter
+        elif layout.tp > 1:
+            with _open_ranks(model, layout, points, device, effort) as meter:
+                yield meter
+        else:
+            single = EngineMeter(model, device, effort)
+            try:
+                yield single
+            finally:
+                single.close()
+
+    return open_engine
+
+
+@contextmanager
+def _open_ranks(
+    model: str, layout: Layout, points: Sequence[Point], device: DeviceType, effort: Effort
+) -> Iterator[Meter]:
+    from antiphon.benchmarks.sweep.ranks import RankPlan, open_rank_bench, pages_for
+
+    pages = pages_for(preset(model), points, effort.steps, effort.chunk_tokens)
+    with open_rank_bench(RankPlan(model, layout, device, pages)) as bench:
+        yield RankMeter(bench, layout, effort)
+    free_memory()
+
+
+def free_memory() -> None:
+    """What is not referenced any more must be gone from the device before the next takes its own."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

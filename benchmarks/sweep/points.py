@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from antiphon.benchmarks.plan.cost_model import CostModel
 from antiphon.benchmarks.plan.planner import LAYOUTS
@@ -25,6 +25,7 @@ class Point:
     layout: Layout
     input_tokens: int | None = None
     batch: int | None = None
+    """Sequences of one replica."""
     context: int | None = None
 
     @property
@@ -54,11 +55,10 @@ class Grid:
 
 
 def layouts_for(gpus: int) -> list[Layout]:
-    """Layouts of one replica on at most ``gpus`` GPUs.
-
-    DP is whole replicas: it multiplies the rate at the same latency and price, so it is no point of its own.
-    """
-    return [layout for layout in LAYOUTS if layout.gpus <= gpus]
+    """Every layout on at most ``gpus`` GPUs: one replica of each, and as many as there is room for."""
+    single = [layout for layout in LAYOUTS if layout.gpus <= gpus]
+    several = [replace(layout, dp=gpus // layout.tp) for layout in single if gpus // layout.tp > 1]
+    return single + several
 
 
 def grid(

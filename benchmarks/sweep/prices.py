@@ -28,13 +28,25 @@ class Figure:
 
 
 def figure(point: Point, model: CostModel, measured: Sequence[Record], gpu_hour_price: float) -> Figure:
-    """The measured figure of a point where there is one, the predicted one otherwise."""
+    """The measured figure of a point where there is one on the model's GPU, the predicted one otherwise."""
+    here = [record for record in measured if model.gpu.name in record.device]
+    known = measured_figure(point, here, gpu_hour_price)
+    if known is not None:
+        return known
+    return _priced(point, predicted_s(point, model), False, gpu_hour_price)
+
+
+def measured_figure(point: Point, measured: Sequence[Record], gpu_hour_price: float) -> Figure | None:
+    """The measured figure of a point on whatever device; None when there is none."""
     # Of several ways to hold the weights, the fastest one is what would be deployed.
-    times = [r.value * 1e-3 for r in measured if model.gpu.name in r.device and point.measured_by(r)]
-    seconds, known = min(times, default=predicted_s(point, model)), bool(times)
-    tokens = point.input_tokens if point.bench == BENCH_PREFILL else point.batch
-    price = price_per_million(point.layout.gpus, gpu_hour_price, (tokens or 1) / seconds)
-    return Figure(point, seconds, known, price)
+    times = [record.value * 1e-3 for record in measured if point.measured_by(record)]
+    return _priced(point, min(times), True, gpu_hour_price) if times else None
+
+
+def _priced(point: Point, seconds: float, measured: bool, gpu_hour_price: float) -> Figure:
+    tokens = (point.input_tokens if point.bench == BENCH_PREFILL else point.batch) or 1
+    price = price_per_million(point.layout.gpus, gpu_hour_price, tokens * point.layout.dp / seconds)
+    return Figure(point, seconds, measured, price)
 
 
 def predicted_s(point: Point, model: CostModel) -> float:

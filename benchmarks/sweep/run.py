@@ -45,7 +45,7 @@ def run_sweep(
     for (model, layout), group in itertools.groupby(wanted, key=lambda p: (p.model, p.layout)):
         mine = list(group)
         try:
-            with open_meter(model, layout) as meter:
+            with open_meter(model, layout, mine) as meter:
                 _measure(mine, meter, output, outcome, on_point)
         except _failures() as error:
             done = {*(point for point, _ in outcome.failed)}

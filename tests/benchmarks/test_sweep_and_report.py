@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +26,9 @@ from antiphon.benchmarks.records import (
 )
 from antiphon.benchmarks.report.page import DOCS, render
 from antiphon.benchmarks.svg import Axis, Chart, Series
+from antiphon.benchmarks.sweep import meter as meter_module
 from antiphon.benchmarks.sweep.command import SweepIncomplete, run_command
-from antiphon.benchmarks.sweep.meter import Meter, NotMeasurable, gpus_here, open_engine
+from antiphon.benchmarks.sweep.meter import Effort, Meter, NotMeasurable, devices_here, engine_opener
 from antiphon.benchmarks.sweep.points import Point, grid, layouts_for
 from antiphon.benchmarks.sweep.prices import Figure, figure, pareto_front
 from antiphon.benchmarks.sweep.run import run_sweep
@@ -59,7 +60,8 @@ class ScriptedMeter:
         self.opened: list[tuple[str, Layout]] = []
 
     @contextmanager
-    def open(self, model: str, layout: Layout) -> Iterator[Meter]:
+    def open(self, model: str, layout: Layout, points: Sequence[Point]) -> Iterator[Meter]:
+        assert all((point.model, point.layout) == (model, layout) for point in points)
         self.opened.append((model, layout))
         if layout.tp == 8:
             raise NotMeasurable("eight are too many")
@@ -126,7 +128,7 @@ def test_the_project_s_results_can_be_read() -> None:
 
 def test_the_grid_leaves_out_what_does_not_fit() -> None:
     large = grid(build("gpt-oss-120b", []), layouts_for(2))
-    assert {point.layout.name for point in large.points} == {"TP1", "TP2", "TP2 EP2"}
+    assert {point.layout.name for point in large.points} == {"TP1", "TP2", "TP2 EP2", "TP1 DP2"}
     left_out = {(p.layout.name, p.batch, p.context) for p, _ in large.left_out}
     assert ("TP1", 128, 32768) in left_out
     assert ("TP1", 128, 8192) not in left_out
@@ -163,10 +165,10 @@ def test_failures_are_kept_apart(tmp_path: Path) -> None:
 def test_the_command_says_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     meter = ScriptedMeter()
     with pytest.raises(SweepIncomplete, match="2 points failed"):
-        run_command(["gpt-oss-20b"], tmp_path / "s.json", layouts=["TP1"], gpus=1, open_meter=meter.open)
+        run_command(["gpt-oss-20b"], tmp_path / "s.json", layouts=["TP1"], ranks=1, open_meter=meter.open)
     assert "Pareto front" in capsys.readouterr().out
     with pytest.raises(NotMeasurable, match="TP2"):
-        run_command(["gpt-oss-20b"], tmp_path / "s.json", layouts=["TP2"], gpus=1, open_meter=meter.open)
+        run_command(["gpt-oss-20b"], tmp_path / "s.json", layouts=["TP2"], ranks=1, open_meter=meter.open)
 
 
 def test_without_a_gpu_nothing_is_made_up(tmp_path: Path) -> None:
@@ -175,7 +177,7 @@ def test_without_a_gpu_nothing_is_made_up(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(NotMeasurable, match="no CUDA device"):
-        gpus_here()
+        devices_here("cuda")
     with pytest.raises(NotMeasurable, match="only measures"):
         run_command(["gpt-oss-20b"], tmp_path / "s.json")
     assert not (tmp_path / "s.json").exists()
@@ -249,13 +251,15 @@ def test_the_engine_s_meter_loads_each_role_s_weights_once(monkeypatch: pytest.M
     monkeypatch.setattr(engine, "prefill_point", lambda bench, tokens, chunk, repeats: ("prefill", tokens))
     monkeypatch.setattr(engine, "decode_point", lambda bench, batch, context, steps: ("decode", batch))
     points = grid(build("gpt-oss-20b", []), [ONE], (1024, 2048), (1, 8), (8192,)).points
-    with open_engine("gpt-oss-20b", ONE) as meter:
-        assert [meter.measure(point) for point in points] == [
+    monkeypatch.setattr(
+        meter_module, "build", lambda name, measured: SimpleNamespace(holds_fp8=lambda layout: True)
+    )
+    with engine_opener("cuda", Effort())("gpt-oss-20b", ONE, points) as meter:
+        told: list[object] = [meter.measure(point) for point in points]
+        assert told == [
             ("prefill", 1024),
             ("prefill", 2048),
             ("decode", 1),
             ("decode", 8),
         ]
     assert loaded == [True, False]
-    with pytest.raises(NotMeasurable, match="TP2"), open_engine("gpt-oss-20b", Layout(2)):
-        pass

@@ -1,0 +1,82 @@
+"""The whole road of a sweep, with a small model on a CPU: every kind of layout, through the real engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from antiphon.benchmarks.records import Layout, load_records
+from antiphon.benchmarks.sweep.command import Sizes, SweepIncomplete, run_command
+from antiphon.benchmarks.sweep.meter import Effort
+from antiphon.benchmarks.sweep.points import Point, layouts_for
+from antiphon.benchmarks.sweep.ranks import CachePages, pages_for
+from antiphon.model.config import preset
+
+EFFORT = Effort(steps=3, repeats=1, chunk_tokens=128)
+
+
+def sweep(output: Path, layouts: list[str], docs: Path | None = None) -> None:
+    run_command(
+        ["tiny"],
+        output,
+        layouts=layouts,
+        device="cpu",
+        ranks=2,
+        sizes=Sizes((130,), (2,), (140,)),
+        effort=EFFORT,
+        docs=docs,
+    )
+
+
+def test_every_layout_is_measured_once_and_the_page_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, layouts = tmp_path / "results" / "sweep.json", ["TP1", "TP2 EP2", "TP1 DP2"]
+    sweep(output, layouts, tmp_path / "docs")
+    records = load_records(output)
+    assert [(each.layout, each.input_tokens, each.batch) for each in records] == [
+        (layout, tokens, batch) for layout in layouts for tokens, batch in ((130, 1), (None, 2))
+    ]
+    for record in records:
+        assert record.device == "CPU"
+        assert record.floor is not None
+        assert record.value > record.floor > 0
+    replicas = records[-1].extra["replicas_ms"]
+    assert isinstance(replicas, list)
+    assert len(replicas) == 2
+    assert max(replicas) == records[-1].value
+    assert "Pareto front" in capsys.readouterr().out
+    assert "No runs" in (tmp_path / "docs" / "benchmarks.md").read_text()
+    sweep(output, layouts)
+    assert "0 measured, 6 known before, 0 failed" in capsys.readouterr().out
+    assert load_records(output) == records
+
+
+def test_a_layout_that_cannot_be_is_named_and_leaves_no_process(tmp_path: Path) -> None:
+    """Three ranks share neither four kv heads nor the pages that two would have."""
+    with pytest.raises(SweepIncomplete, match=r"TP3.*3"):
+        run_command(
+            ["tiny"],
+            tmp_path / "sweep.json",
+            layouts=["TP3"],
+            device="cpu",
+            ranks=3,
+            sizes=Sizes((130,), (), ()),
+            effort=EFFORT,
+        )
+    assert not load_records(tmp_path / "sweep.json")
+
+
+def test_layouts_take_all_devices_and_no_more() -> None:
+    assert {layout.name for layout in layouts_for(2)} == {"TP1", "TP2", "TP2 EP2", "TP1 DP2"}
+    assert Layout(2, 2, 4) in layouts_for(8)
+    assert all(layout.gpus <= 4 for layout in layouts_for(4))
+
+
+def test_ranks_have_pages_for_the_largest_point() -> None:
+    decode = Point("decode_step", "tiny", Layout(2), batch=4, context=1000)
+    prompt = Point("prefill", "tiny", Layout(2), input_tokens=6400)
+    # 4 sequences of 1,000 + 16 + 16 + 64 tokens, or 2 of 6,464, in pages of 64 and two to spare.
+    assert pages_for(preset("tiny"), [decode], 16, 128) == CachePages(4 * (18 + 2), 4 * 5 + 5)
+    assert pages_for(preset("tiny"), [decode, prompt], 16, 128).full == 2 * (101 + 2)
