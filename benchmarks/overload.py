@@ -3,8 +3,8 @@
     python -m antiphon.benchmarks.overload [--config FILE] [--seconds S] [--output FILE]
 
 The peak is what a closed loop of clients gets done. Then requests arrive at multiples of it, whatever comes
-of them. An answer is good when it was whole within the objective; goodput counts those that ended while a point
-lasts, without its first seconds. Refusals are timed twice: by the client, and inside the
+of them. An answer is good when it was whole within the objective; goodput counts those that ended while a
+point lasts, without its first seconds. Refusals are timed twice: by the client, and inside the
 router (``antiphon_refusal_seconds``).
 """
 
