@@ -110,7 +110,8 @@ class Faults:
         ``progress`` is the share of the requests that have ended. A fault waits for its share of them, but
         not for ever: requests may be waiting for just this process to come back.
         """
-        plan = [kind for kind, share in SHARES.items() for _ in range(max(1, round(share * scale)))]
+        least = 1 if scale > 0 else 0
+        plan = [kind for kind, share in SHARES.items() for _ in range(max(least, round(share * scale)))]
         self._rng.shuffle(plan)
         async with asyncio.TaskGroup() as group:
             for index, kind in enumerate(plan):

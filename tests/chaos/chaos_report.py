@@ -17,7 +17,10 @@ from chaos_clients import Tally
 from chaos_faults import CUT, KILL, LONG_CUT, LONG_STOP, SHORT_STOP, TABLES, Record
 
 MOST_GROWTH_BYTES = 96 * 1024 * 1024
+MOST_CREEP_BYTES = 24 * 1024 * 1024
 MOST_NEW_DESCRIPTORS = 24
+MOST_TIED = 0.01
+"""Share of answers that may leave the undisturbed one at a tie."""
 LEAST = {"kills": 20, "stops longer than the lease": 10, "cuts": 10}
 """In a run of full length."""
 COLOURS = {
@@ -89,10 +92,12 @@ class Report:
         if tally.outcomes["hanging"] or tally.in_flight:
             found.append(f"{tally.outcomes['hanging']} requests hung, {tally.in_flight} are open")
         ended = sum(tally.outcomes.values())
+        if tally.outcomes["tied"] > MOST_TIED * ended:
+            found.append(f"{tally.outcomes['tied']} answers differ where two tokens were equally likely")
         if ended < self.options.requests:
             found.append(f"only {ended} requests ended")
         found += [f"held at the end: {what} = {count}" for what, count in self.held.items()]
-        found += self._growth()
+        found += self._creep() if self.options.soak else self._growth()
         if self.options.scale >= 1:
             found += [
                 f"{what}: {self.counts()[what]} < {least}"
@@ -142,6 +147,29 @@ class Report:
                 found.append(f"{name} went from {then.descriptors} to {now.descriptors} file descriptors")
         return found
 
+    def _creep(self) -> list[str]:
+        """Processes that use more at the end of the load than after its beginning."""
+        found = []
+        for name, (first, last, most) in self.resident().items():
+            if last - first > MOST_CREEP_BYTES:
+                found.append(f"{name} grew from {first >> 20} to {last >> 20} MiB, at most {most >> 20}")
+        return found
+
+    def resident(self) -> dict[str, tuple[int, int, int]]:
+        """Process -> median resident bytes in the second and the last tenth of the load, and the most."""
+        loaded = [s for s in self.samples if self.load_began_s <= s.at_s <= self.load_ended_s]
+        tenth = max(len(loaded) // 10, 1)
+        figures = {}
+        for name in self.before.usage:
+            series = [s.usage[name].resident_bytes if name in s.usage else 0 for s in loaded]
+            early, late = series[tenth : 2 * tenth] or series, series[-tenth:]
+            figures[name] = (
+                int(statistics.median(early)),
+                int(statistics.median(late)),
+                max(series),
+            )
+        return figures
+
     def document(self) -> dict[str, Any]:
         """Everything, for JSON."""
         tally, seconds = self.tally, sorted(self.tally.seconds)
@@ -161,6 +189,13 @@ class Report:
             "faults": self.counts(),
             "states_hit": self.states(),
             "held_at_the_end": self.held,
+            "requests_per_s": round(
+                sum(tally.outcomes.values()) / (self.load_ended_s - self.load_began_s), 2
+            ),
+            "resident_bytes": {
+                name: {"early": first, "late": last, "most": most}
+                for name, (first, last, most) in self.resident().items()
+            },
             "before": asdict(self.before),
             "after": asdict(self.after),
             "timeline": [asdict(one) for one in self.record.struck],
@@ -179,7 +214,8 @@ class Report:
             "connections_broken",
         )
         lines = [
-            f"{key}: {document[key]}" for key in (*keys, "seconds_to_answer", "faults", "held_at_the_end")
+            f"{key}: {document[key]}"
+            for key in (*keys, "seconds_to_answer", "requests_per_s", "faults", "held_at_the_end")
         ]
         missed = [state for state, hits in self.states().items() if not hits]
         lines.append(
@@ -192,7 +228,7 @@ class Report:
 
     def write(self, folder: Path) -> None:
         """``chaos.json`` and ``chaos.png``."""
-        name = "chaos-unfenced" if self.options.unfenced else "chaos"
+        name = "soak" if self.options.soak else "chaos-unfenced" if self.options.unfenced else "chaos"
         (folder / f"{name}.json").write_text(json.dumps(self.document(), indent=1) + "\n")
         self._draw(folder / f"{name}.png")
 

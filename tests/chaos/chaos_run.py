@@ -23,7 +23,7 @@ from typing import Any
 import chaos_network
 import httpx
 from chaos_actors import ChaosDecode, ChaosPrefill, ChaosRouter, UnfencedDecode
-from chaos_clients import Answer, Client, Refused, Tally, ask, make_cases
+from chaos_clients import Client, Reference, Refused, Tally, ask_reference, make_cases
 from chaos_faults import Faults
 from chaos_report import Report, Sample, sample
 
@@ -120,7 +120,7 @@ class Run:
         """Reference, load with faults, rest; then everything is counted."""
         options = self.options
         rng = random.Random(options.seed)
-        cases = make_cases(rng, min(CASES, max(8, options.requests // 8)))
+        cases = make_cases(rng, min(CASES, max(8, options.requests // 8)), short=options.soak)
         limits = httpx.Limits(max_connections=options.clients * 2)
         async with httpx.AsyncClient(timeout=httpx.Timeout(300.0), trust_env=False, limits=limits) as http:
             reference = await self._reference(http, cases)
@@ -168,19 +168,19 @@ class Run:
                     return
                 await asyncio.sleep(0.1)
 
-    async def _reference(self, http: httpx.AsyncClient, cases: list[dict[str, Any]]) -> list[Answer]:
+    async def _reference(self, http: httpx.AsyncClient, cases: list[dict[str, Any]]) -> list[Reference]:
         answers = []
         for case in cases:
             while True:
                 try:
-                    answers.append(await ask(http, self.urls()[0], case))
+                    answers.append(await ask_reference(http, self.urls()[0], case))
                     break
                 except Refused:
                     await asyncio.sleep(0.2)
         return answers
 
     async def _load(
-        self, http: httpx.AsyncClient, cases: list[dict[str, Any]], reference: list[Answer], faults: Faults
+        self, http: httpx.AsyncClient, cases: list[dict[str, Any]], reference: list[Reference], faults: Faults
     ) -> None:
         """Clients go on until enough was asked and every fault has struck."""
         asked = 0
@@ -309,10 +309,12 @@ def main() -> int:
     parser.add_argument(
         "--unfenced", action="store_true", help="give pages back though a peer may write them"
     )
+    parser.add_argument("--soak", action="store_true", help="no faults, short requests, flat memory")
     options = parser.parse_args()
     chaos_network.isolate()
     options.seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
-    options.scale = options.requests / 2000 if options.scale is None else options.scale
+    if options.scale is None:
+        options.scale = 0.0 if options.soak else options.requests / 2000
     options.output = options.output.resolve()
     options.output.mkdir(parents=True, exist_ok=True)
     say(f"SEED={options.seed} REQUESTS={options.requests}")
