@@ -11,6 +11,7 @@ from collections import Counter
 
 import msgspec
 
+from antiphon.decode_worker.forks import Forks
 from antiphon.decode_worker.greeter import PrefillGreeter
 from antiphon.decode_worker.metrics import DecodeMetrics
 from antiphon.decode_worker.outbox import Outbox, OutboxFull
@@ -72,6 +73,7 @@ class DecodeDispatch:
         self._metrics = metrics
         self._receiver: KvReceiver | None = None
         self._requests: dict[str, DecodeRequest] = {}
+        self._forks = Forks()
         self._outboxes: dict[Peer, Outbox] = {}
         self._quarantined: set[Key] = set()
         """Attempts that the engine ended while a writer could still write their pages."""
@@ -137,13 +139,33 @@ class DecodeDispatch:
             return
         old = self._requests.get(request_id)
         if old is None:
-            self._submit(DecodeRequest.of(message, router))
+            self._take(DecodeRequest.of(message, router))
         elif old.router != router or attempt > old.message.attempt:
             old.successor, old.silent = message, True  # its own end concerns nobody any more
             old.router = router
             self._abort(old)
         else:
             self._counters["requests_repeated"] += 1
+
+    def _take(self, request: DecodeRequest) -> None:
+        first = self._requests.get(request.message.fork_of)
+        # Without a prefix cache nothing is shared.
+        if first is None or first.ending or not self._engine.settings.prefix_cache:
+            self._submit(request)
+        elif first.has_spoken:
+            request.shares_prompt = True
+            self._submit(request)
+        else:
+            self._requests[request.message.request_id] = request
+            self._forks.wait(first, request)
+
+    def _release_forks(self, request_id: str, *, share: bool) -> None:
+        """Go on with those that waited for a request that has spoken, or has ended without a word."""
+        for fork in self._forks.take(request_id):
+            del self._requests[fork.message.request_id]
+            fork.shares_prompt = share
+            self._counters["prompts_shared"] += share
+            self._submit(fork)
 
     def _submit(self, request: DecodeRequest) -> None:
         message = request.message
@@ -166,6 +188,11 @@ class DecodeDispatch:
             self._abort(request)
 
     def _abort(self, request: DecodeRequest) -> None:
+        if self._forks.drop(request):
+            del self._requests[request.message.request_id]
+            if request.successor is not None:
+                self._submit(DecodeRequest.of(request.successor, request.router))
+            return
         request.ending, request.moving = True, False
         key = request.message.request_id, request.attempt
         writing = self.receiver.abandon(key)
@@ -234,6 +261,7 @@ class DecodeDispatch:
             self._send_tokens(router, list(by_request.values()))
 
     def _on_tokens(self, event: TokensSampled, outputs: dict[Peer, dict[str, TokenOutput]]) -> None:
+        self._release_forks(event.request_id, share=True)
         request = self._requests.get(event.request_id)
         if request is None or request.silent:
             return
@@ -252,6 +280,7 @@ class DecodeDispatch:
         )
 
     def _on_finished(self, event: SequenceFinished, outputs: dict[Peer, dict[str, TokenOutput]]) -> None:
+        self._release_forks(event.request_id, share=False)
         key = event.request_id, event.attempt
         writing = self.receiver.abandon(key)
         if event.quarantined and writing:

@@ -10,7 +10,7 @@ from antiphon.protocol.link import Peer
 from antiphon.protocol.messages import GenerateRequest
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DecodeRequest:
     """One request of one router.
 
@@ -34,6 +34,8 @@ class DecodeRequest:
     """Ended in the engine only to be submitted again with other pages."""
     successor: GenerateRequest | None = None
     """The router asked again with a later attempt while this one was still ending."""
+    shares_prompt: bool = False
+    """The pages of its prompt are here already: the engine computes what little is missing."""
     silent: bool = False
     """The router is gone or has moved on: it is told nothing more."""
 
@@ -41,6 +43,11 @@ class DecodeRequest:
     def of(cls, message: GenerateRequest, router: Peer) -> DecodeRequest:
         """A request as it arrived."""
         return cls(message, router, message.attempt, message.attempt, list(message.output_token_ids))
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether this worker has sampled for it."""
+        return len(self.emitted) > len(self.message.output_token_ids)
 
     def deadline_s(self) -> float | None:
         """Time left for the whole request."""
@@ -52,7 +59,8 @@ class DecodeRequest:
         """What the engine is to do from here; it computes prompts of at most so many tokens itself."""
         message = self.message
         tokens = len(message.prompt_token_ids) + len(self.emitted)
-        kind = RequestKind.COLOCATED if tokens <= local_prefill_limit else RequestKind.REMOTE_KV
+        is_local = self.shares_prompt or tokens <= local_prefill_limit
+        kind = RequestKind.COLOCATED if is_local else RequestKind.REMOTE_KV
         return EngineRequest(
             message.request_id,
             self.submitted_attempt,

@@ -128,6 +128,9 @@ class GenerateRequest(Message, frozen=True):
     """The trace that this attempt belongs to, as in W3C's header of that name."""
     grammar: GrammarSpec | None = None
     """What the output must look like, over all attempts."""
+    fork_of: str = ""
+    """Id of a request of the same prompt at the same worker, whose pages this one shares as soon as that one
+    has spoken; without meaning when that request is not there."""
 
 
 class AbortRequest(Message, frozen=True):

@@ -130,6 +130,8 @@ class Generation:
     priority: int = 0
     cache_salt: str = ""
     grammar: GrammarSpec | None = None
+    first_choice: Generation | None = None
+    """The first choice of the same prompt, whose pages this one may share."""
     prefix_keys: list[bytes] = field(default_factory=list)
 
     state: GenerationState = GenerationState.QUEUED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from enum import Enum
 
 import structlog
@@ -11,7 +12,13 @@ from antiphon.protocol.messages import AbortRequest, GenerateRequest, Message, P
 from antiphon.router.dispatch.fleet import Fleet
 from antiphon.router.dispatch.gateway import WorkerGateway, WorkerUnreachable
 from antiphon.router.dispatch.generation import ATTEMPT_STRIDE, Generation
-from antiphon.router.dispatch.placement import choose_decode, choose_prefill
+from antiphon.router.dispatch.placement import (
+    DecodeCandidate,
+    Placement,
+    PlacementReason,
+    choose_decode,
+    choose_prefill,
+)
 from antiphon.router.metrics import RouterMetrics
 
 log = structlog.get_logger("antiphon.router.dispatch")
@@ -45,11 +52,13 @@ class Legs:
         while True:
             now = time.monotonic()
             keys = generation.prefix_keys
-            choice = choose_decode(self._fleet.decode_candidates(keys, generation.refused_by, now), pages)
+            candidates = self._fleet.decode_candidates(keys, generation.refused_by, now)
+            choice = _beside_first_choice(generation, candidates) or choose_decode(candidates, pages)
             if choice is None:
                 any_worker = bool(self._fleet.decode_candidates(keys, (), now))
                 return Placed.ALL_REFUSED if any_worker else Placed.NO_WORKER
-            if self._send(choice.worker_id, self._generate_request(generation, now)):
+            message = self._generate_request(generation, now, choice.reason)
+            if self._send(choice.worker_id, message):
                 break
             generation.refused_by.add(choice.worker_id)
             self._fleet.failed(choice.worker_id, now)
@@ -130,7 +139,10 @@ class Legs:
             return False
         return True
 
-    def _generate_request(self, generation: Generation, now: float) -> GenerateRequest:
+    def _generate_request(
+        self, generation: Generation, now: float, reason: PlacementReason
+    ) -> GenerateRequest:
+        first = generation.first_choice if reason is PlacementReason.FIRST_CHOICE else None
         return GenerateRequest(
             request_id=generation.request_id,
             attempt=generation.attempt,
@@ -141,6 +153,7 @@ class Legs:
             deadline_s=max(generation.deadline_at - now, 0.0),
             cache_salt=generation.cache_salt,
             grammar=generation.grammar,
+            fork_of="" if first is None else first.request_id,
             traceparent=generation.trace.attempt(generation.attempt),
         )
 
@@ -158,3 +171,14 @@ class Legs:
             worker=worker_id,
             reason=reason,
         )
+
+
+def _beside_first_choice(generation: Generation, candidates: Sequence[DecodeCandidate]) -> Placement | None:
+    """Where the first choice of the same prompt is; an attempt after a failure stands on its own."""
+    first = generation.first_choice
+    if first is None or generation.attempt or first.end is not None:
+        return None
+    there = any(candidate.worker_id == first.decode_worker_id for candidate in candidates)
+    if not there or first.decode_worker_id is None:
+        return None
+    return Placement(first.decode_worker_id, PlacementReason.FIRST_CHOICE)

@@ -17,6 +17,8 @@ class PlacementReason(StrEnum):
     LEAST_LOADED = "least_loaded"
     NO_ROOM = "no_room"
     """No worker has enough free pages now; the request waits in the queue of the least loaded one."""
+    FIRST_CHOICE = "first_choice"
+    """The first choice of the same prompt is there, whose pages this one shares."""
 
 
 @dataclass(frozen=True, slots=True)

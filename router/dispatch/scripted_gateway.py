@@ -258,6 +258,10 @@ class ScriptedGateway:
             )
             return
         kv_tokens = len(request.prompt_token_ids) + len(request.output_token_ids) - 1
+        if request.fork_of in worker.requests:
+            self._say(worker, Reserved(request.request_id, request.attempt, kv_tokens, None, 0.001, True))
+            self._start_decoding(worker, request.request_id, request.attempt)
+            return
         if kv_tokens == 0:
             self._say(worker, Reserved(request.request_id, request.attempt, 0, None, 0.001))
             self._start_decoding(worker, request.request_id, request.attempt)

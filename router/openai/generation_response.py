@@ -140,7 +140,10 @@ class GenerationResponse(Response):
             for choice, (prompt_token_ids, sampling) in enumerate(sequences)
         ]
         rendered_at = time.monotonic()
+        first_of: dict[int, Generation] = {}
         for generation in self._generations:
+            first = first_of.setdefault(id(generation.prompt_token_ids), generation)
+            generation.first_choice = None if first is generation else first
             generation.timings.rendered_at = rendered_at
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -152,12 +152,20 @@ class RouterStandIn:
         return found[next(self._turn) % len(found)]
 
     def generate(
-        self, prompt: list[int], max_tokens: int = 6, deadline_s: float | None = None, name: str | None = None
+        self,
+        prompt: list[int],
+        max_tokens: int = 6,
+        deadline_s: float | None = None,
+        name: str | None = None,
+        *,
+        fork_of: str = "",
+        seed: int = 7,
+        temperature: float = 0.0,
     ) -> str:
         name = name or f"request-{next(self._names)}"
         sampling = SamplingParams(max_tokens=max_tokens, seed=7, temperature=0.0, ignore_eos=True)
         self.requests[name] = Outcome(prompt, sampling)
-        message = GenerateRequest(name, 1, prompt, [], sampling, deadline_s=deadline_s)
+        message = GenerateRequest(name, 1, prompt, [], sampling, deadline_s=deadline_s, fork_of=fork_of)
         assert self.node.send(self._peer(Role.DECODE), message)
         return name
 
@@ -184,6 +192,9 @@ class RouterStandIn:
             return f"end of {unfinished}, linked to {self.node.peers()}, errors {self.errors}"
 
         wait_until(lambda: all(self.requests[name].ended for name in names), seconds, describe)
+
+    def wait_tokens(self, name: str, seconds: float = 20.0) -> None:
+        wait_until(lambda: self.requests[name].tokens, seconds, lambda: f"tokens of {name}")
 
     def on_up(self, peer: Peer) -> None:
         self.last_batch[peer] = 0

@@ -1,0 +1,80 @@
+"""Further choices of a prompt share the pages of the first: one prefill, one transfer, the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from antiphon.kv_transfer.in_process import InProcessNetwork
+
+Start = Callable[..., tuple[Any, Any]]
+
+
+@pytest.mark.parametrize("length", [1, 2, 17, 33, 100, 200])
+def test_choices_of_a_prompt_cost_one_prefill(started: Start, length: int) -> None:
+    pair, router = started(InProcessNetwork().transport)
+    prompt = router.random_prompt(length)
+    first = router.generate(prompt, seed=1, temperature=1.0, max_tokens=20)
+    forks = [
+        router.generate(prompt, fork_of=first, seed=i, temperature=1.0, max_tokens=20) for i in (2, 3, 4)
+    ]
+    router.wait(first, *forks)
+    for name in (first, *forks):
+        outcome = router.requests[name]
+        assert outcome.tokens == outcome.expected()
+        assert outcome.attempts == [1]
+    assert [router.requests[name].prefilled for name in (first, *forks)] == [int(length > 1), 0, 0, 0]
+    pair.wait_idle()
+    assert pair.decode.status().counters["prompts_shared"] == 3
+    page = pair.decode._engine.settings.page_size_tokens
+    assert pair.decode._engine.snapshot().computed_prompt_tokens <= 3 * page
+
+
+def test_a_fork_of_one_that_speaks_already(started: Start) -> None:
+    pair, router = started(InProcessNetwork().transport)
+    prompt = router.random_prompt(50)
+    first = router.generate(prompt, max_tokens=400)
+    router.wait_tokens(first)
+    late = router.generate(prompt, fork_of=first)
+    router.wait(first, late)
+    assert router.requests[late].tokens == router.requests[late].expected()
+    assert router.requests[late].prefilled == 0
+    pair.wait_idle()
+
+
+def test_forks_go_on_without_the_first(started: Start) -> None:
+    pair, router = started(InProcessNetwork().transport)
+    prompt = router.random_prompt(120)
+    first = router.generate(prompt)
+    forks = [router.generate(prompt, fork_of=first) for _ in range(2)]
+    gone = router.generate(prompt, fork_of="never-heard-of")
+    router.abort(first)
+    router.wait(*forks, gone)
+    for name in (*forks, gone):
+        assert router.requests[name].tokens == router.requests[name].expected()
+    pair.wait_idle()
+
+
+def test_an_abort_of_those_that_wait(started: Start) -> None:
+    pair, router = started(InProcessNetwork().transport)
+    prompt = router.random_prompt(150)
+    first = router.generate(prompt, max_tokens=40)
+    forks = [router.generate(prompt, fork_of=first) for _ in range(3)]
+    router.abort(forks[1])
+    router.wait(first, forks[0], forks[2])
+    for name in (first, forks[0], forks[2]):
+        assert router.requests[name].tokens == router.requests[name].expected()
+    pair.wait_idle()
+
+
+def test_without_a_prefix_cache_every_choice_has_its_own_prefill(started: Start) -> None:
+    pair, router = started(InProcessNetwork().transport, decode_settings={"prefix_cache": False})
+    prompt = router.random_prompt(40)
+    first = router.generate(prompt)
+    fork = router.generate(prompt, fork_of=first)
+    router.wait(first, fork)
+    assert [router.requests[name].prefilled for name in (first, fork)] == [1, 1]
+    assert router.requests[fork].tokens == router.requests[fork].expected()
+    pair.wait_idle()
