@@ -163,7 +163,7 @@ class RouterStandIn:
         temperature: float = 0.0,
     ) -> str:
         name = name or f"request-{next(self._names)}"
-        sampling = SamplingParams(max_tokens=max_tokens, seed=7, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens, seed, temperature=temperature, ignore_eos=True)
         self.requests[name] = Outcome(prompt, sampling)
         message = GenerateRequest(name, 1, prompt, [], sampling, deadline_s=deadline_s, fork_of=fork_of)
         assert self.node.send(self._peer(Role.DECODE), message)
