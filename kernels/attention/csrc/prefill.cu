@@ -69,16 +69,10 @@ __device__ __forceinline__ bool find_item(const Arguments& a, int number, bool& 
   return true;
 }
 
-struct Cursor {
-  int slot = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == kStages) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
+// Where the `passed`-th stage of this block lies.
+
+__device__ __forceinline__ int slot_of(unsigned passed) { return passed % kStages; }
+__device__ __forceinline__ uint32_t parity_of(unsigned passed) { return passed / kStages % 2; }
 
 struct Shared {
   uint32_t stages, queries, full, empty;
@@ -95,7 +89,7 @@ __device__ __forceinline__ void load_page(uint32_t target, const CUtensorMap& ma
 }
 
 __device__ __forceinline__ void produce(const Arguments& a, const CUtensorMap& map, const Shared& s) {
-  Cursor at;
+  int passed = 0;
   bool beyond = false;
   for (int number = 0; !beyond; ++number) {
     Item item;
@@ -107,15 +101,16 @@ __device__ __forceinline__ void produce(const Arguments& a, const CUtensorMap& m
     for (int i = 0; i < item.stages; ++i) {
       const int page = (item.first_stage + i) * 2;
       const int pages[2] = {table[max(page, first_page)], table[min(page + 1, last_page)]};
-      const uint32_t ready = s.full + 8 * at.slot, target = s.stages + at.slot * kStageBytes;
-      mbarrier_wait(s.empty + 8 * at.slot, at.parity ^ 1);
+      const int slot = slot_of(passed);
+      const uint32_t ready = s.full + 8 * slot, target = s.stages + slot * kStageBytes;
+      mbarrier_wait(s.empty + 8 * slot, parity_of(passed) ^ 1);
       mbarrier_expect(ready, kStageBytes);
 #pragma unroll
       for (int values = 0; values < 2; ++values)
 #pragma unroll
         for (int p = 0; p < 2; ++p)
           load_page(target + (2 * values + p) * kPageBytes, map, pages[p], item.head, values, ready);
-      at.advance();
+      ++passed;
     }
   }
 }
@@ -262,7 +257,7 @@ struct Turn {
 };
 
 template <bool ORDERED>
-__device__ __forceinline__ void attend(const Arguments& a, const Item& item, const Shared& s, Cursor& at,
+__device__ __forceinline__ void attend(const Arguments& a, const Item& item, const Shared& s, int passed,
                                        const Turn<ORDERED>& turn) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, group = turn.group;
   load_query(a, item, s, group);
@@ -274,35 +269,42 @@ __device__ __forceinline__ void attend(const Arguments& a, const Item& item, con
   float scores[64], out[32] = {};
   uint32_t probabilities[32];
   if (item.stages == 0) return store(a, item, softmax, out, group);
-  int held = at.slot;  // the stage whose values are still to be read
+  // Broadcast, so that operands are described in uniform registers.
+  const int before = __shfl_sync(0xFFFFFFFFu, passed, 0), stages = __shfl_sync(0xFFFFFFFFu, item.stages, 0);
 
   const auto soften = [&](int stage) {
     const int key = (item.first_stage + stage) * kKeys;
     if (key + kKeys > first || a.window > 0) softmax.mask(scores, key, position, a.window);
     softmax.step(scores, a.scale);
     if (key + kKeys > item.length)
-      clear_unwritten(s.stage_bytes + at.slot * kStageBytes + 2 * kPageBytes, item.length - key, group);
+      clear_unwritten(s.stage_bytes + slot_of(before + stage) * kStageBytes + 2 * kPageBytes, item.length - key, group);
   };
-  const auto release = [&](int slot) {
-    if (lane == 0) mbarrier_arrive(s.empty + 8 * slot);
+  const auto keys = [&](int stage) { return swizzled_operand(s.stages + slot_of(before + stage) * kStageBytes); };
+  const auto values = [&](int stage) {
+    return swizzled_operand(s.stages + slot_of(before + stage) * kStageBytes + 2 * kPageBytes);
+  };
+  const auto wait = [&](int stage) {
+    mbarrier_wait(s.full + 8 * slot_of(before + stage), parity_of(before + stage));
+  };
+  const auto release = [&](int stage) {
+    if (lane == 0) mbarrier_arrive(s.empty + 8 * slot_of(before + stage));
   };
 
-  mbarrier_wait(s.full + 8 * at.slot, at.parity);
+  wait(0);
   wgmma_fence();
-  multiply_keys(scores, query, swizzled_operand(s.stages + at.slot * kStageBytes));
+  multiply_keys(scores, query, keys(0));
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < 64; ++i) pin(scores[i]);
   soften(0);
   pack_probabilities(scores, probabilities);
-  at.advance();
 #pragma unroll 1
-  for (int stage = 1; stage < item.stages; ++stage) {
-    mbarrier_wait(s.full + 8 * at.slot, at.parity);
+  for (int stage = 1; stage < stages; ++stage) {
+    wait(stage);
     turn.wait();
     wgmma_fence();
-    multiply_keys(scores, query, swizzled_operand(s.stages + at.slot * kStageBytes));
-    multiply_values(out, probabilities, swizzled_operand(s.stages + held * kStageBytes + 2 * kPageBytes), stage > 1);
+    multiply_keys(scores, query, keys(stage));
+    multiply_values(out, probabilities, values(stage - 1), stage > 1);
     turn.pass();
     wgmma_wait<1>();
 #pragma unroll
@@ -311,19 +313,19 @@ __device__ __forceinline__ void attend(const Arguments& a, const Item& item, con
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < 32; ++i) pin(out[i]);
-    release(held);
-    held = at.slot;
-    at.advance();
+    release(stage - 1);
+    if (__any_sync(0xFFFFFFFFu, softmax.decay[0] != 1.0f || softmax.decay[1] != 1.0f)) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) out[i] *= softmax.decay[i / 2 % 2];
+      for (int i = 0; i < 32; ++i) out[i] *= softmax.decay[i / 2 % 2];
+    }
     pack_probabilities(scores, probabilities);
   }
   wgmma_fence();
-  multiply_values(out, probabilities, swizzled_operand(s.stages + held * kStageBytes + 2 * kPageBytes), item.stages > 1);
+  multiply_values(out, probabilities, values(stages - 1), stages > 1);
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < 32; ++i) pin(out[i]);
-  release(held);
+  release(stages - 1);
   store(a, item, softmax, out, group);
 }
 
@@ -351,11 +353,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
     const Turn<ORDERED> turn = {group};
     turn.start();
-    Cursor at;
+    int passed = 0;
     bool beyond = false;
     for (int number = 0; !beyond; ++number) {
       Item item;
-      if (find_item(a, number, beyond, item)) attend(a, item, s, at, turn);
+      if (!find_item(a, number, beyond, item)) continue;
+      attend(a, item, s, passed, turn);
+      passed += item.stages;
     }
   }
 }
