@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -265,6 +266,56 @@ def _named_url(text: str) -> tuple[str, str]:
     if not name or not url.startswith(("http://", "https://")):
         raise ConfigError(f"server {text!r}: expected NAME=URL")
     return name, url
+
+
+@bench_app.command("peers")
+def peers(
+    peers: Annotated[str, typer.Option(help="Systems to measure: vllm, sglang.")] = "vllm,sglang",
+    python: Annotated[
+        str,
+        typer.Option(
+            help="Interpreter that has them; this one's when absent. vllm=PATH,sglang=PATH for each."
+        ),
+    ] = sys.executable,
+    models: Annotated[str, typer.Option(help="Comma-separated.")] = "gpt-oss-20b,gpt-oss-120b",
+    layouts: Annotated[str, typer.Option(help="Such as 'TP1,TP2 EP2'.")] = "TP1",
+    input_tokens: Annotated[str, typer.Option(help="Prompt lengths.")] = "1024,8192,32768",
+    batches: Annotated[str, typer.Option(help="Of decode steps.")] = "1,8,32,64,128",
+    contexts: Annotated[str, typer.Option(help="Of decode steps.")] = "8192,32768",
+    steps: Annotated[int, typer.Option(min=16, help="Decode steps timed for each point.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts timed for each point.")] = 3,
+    chunk: Annotated[int, typer.Option(min=64, help="Prompt tokens of one step.")] = 32768,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="MODEL=FOLDER; random weights are written to a temporary one when absent."),
+    ] = None,
+    again: Annotated[bool, typer.Option(help="Measure what the file holds already once more.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="File of records; the project's peers.json when absent.")
+    ] = None,
+) -> None:
+    """Measure other systems on this machine with the same shapes, prompts and weights; resumes."""
+    from antiphon.benchmarks.peers.command import run_command
+    from antiphon.benchmarks.records import RESULTS
+    from antiphon.benchmarks.sweep.command import Sizes
+    from antiphon.benchmarks.sweep.meter import Effort
+
+    named = dict(each.split("=", 1) for each in _parts(python) if "=" in each)
+    folders = dict(each.split("=", 1) for each in checkpoint or () if "=" in each)
+    run_command(
+        [(name, named.get(name, sys.executable if named else python)) for name in _parts(peers)],
+        _parts(models),
+        RESULTS / "peers.json" if output is None else output,
+        layouts=_parts(layouts),
+        sizes=Sizes(
+            [_whole(each, "input-tokens") for each in _parts(input_tokens)],
+            [_whole(each, "batches") for each in _parts(batches)],
+            [_whole(each, "contexts") for each in _parts(contexts)],
+        ),
+        effort=Effort(steps, repeats, chunk),
+        checkpoints={name: Path(folder) for name, folder in folders.items()},
+        again=again,
+    )
 
 
 @bench_app.command("report")

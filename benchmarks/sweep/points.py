@@ -35,10 +35,10 @@ class Point:
             return f"{self.model} {self.layout.name}, prompt of {self.input_tokens}"
         return f"{self.model} {self.layout.name}, {self.batch} x {self.context}"
 
-    def measured_by(self, record: Record) -> bool:
-        """Whether a record is this point's figure, of this project."""
+    def measured_by(self, record: Record, peer: str | None = None) -> bool:
+        """Whether a record is this point's figure, of this project or of a peer."""
         same = (record.bench, record.model, record.layout) == (self.bench, self.model, self.layout.name)
-        if not same or record.peer is not None:
+        if not same or record.peer != peer:
             return False
         if self.bench == BENCH_PREFILL:
             return record.input_tokens == self.input_tokens

@@ -26,9 +26,17 @@ class Outcome:
 
 
 def run_sweep(
-    points: Sequence[Point], open_meter: OpenMeter, output: Path, *, again: bool = False, on_point: OnPoint
+    points: Sequence[Point],
+    open_meter: OpenMeter,
+    output: Path,
+    *,
+    again: bool = False,
+    on_point: OnPoint,
+    peer: str | None = None,
 ) -> Outcome:
     """Measure the points whose figure ``output`` does not hold yet; all of them with ``again``.
+
+    ``peer`` is whose figures they are, when not this project's.
 
     A model is loaded once per layout. A layout or point that cannot be measured is a failure in the outcome,
     and the others are measured all the same.
@@ -37,7 +45,7 @@ def run_sweep(
     before = [] if again else load_records(output)
     wanted: list[Point] = []
     for point in points:
-        if any(point.measured_by(record) for record in before):
+        if any(point.measured_by(record, peer) for record in before):
             outcome.known.append(point)
             on_point(point, "known")
         else:
@@ -50,7 +58,7 @@ def run_sweep(
         except _failures() as error:
             done = {*(point for point, _ in outcome.failed)}
             for point in mine:
-                if point not in done and not any(point.measured_by(r) for r in outcome.measured):
+                if point not in done and not any(point.measured_by(r, peer) for r in outcome.measured):
                     _fail(outcome, point, error, on_point)
     return outcome
 

@@ -1,0 +1,189 @@
+"""The runner of other systems, against stand-ins of theirs whose times are known."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from antiphon.benchmarks.peers.command import run_command
+from antiphon.benchmarks.peers.meter import PeerMissing, find_peer, setup_for
+from antiphon.benchmarks.peers.program import WARM_STEPS, Setup, measure, prompt_of, window_s
+from antiphon.benchmarks.records import Layout, load_records
+from antiphon.benchmarks.sweep.command import Sizes, SweepIncomplete
+from antiphon.benchmarks.sweep.meter import Effort
+from antiphon.benchmarks.sweep.points import Point
+from antiphon.model.config import preset
+
+VLLM = '''
+import time
+from dataclasses import dataclass, field
+__version__ = "9.9"
+print("banner of a foreign system")
+
+class SamplingParams:
+    def __init__(self, max_tokens, **more): self.max_tokens = max_tokens
+
+class _Out:
+    def __init__(self, request_id, token_ids):
+        self.request_id, self.outputs = request_id, [type("C", (), {"token_ids": token_ids})()]
+
+class Engine:
+    """A prompt takes 1 us a token and a step of its own; then each sequence gets one token in 4 ms."""
+    def __init__(self): self.waiting, self.running = [], {}
+    def add_request(self, rid, prompt, params):
+        if len(prompt["prompt_token_ids"]) == 77: raise ValueError("77 is refused")
+        self.waiting.append((rid, len(prompt["prompt_token_ids"]), params.max_tokens))
+    def has_unfinished_requests(self): return bool(self.waiting or self.running)
+    def step(self):
+        if self.waiting:
+            rid, length, left = self.waiting.pop(0)
+            time.sleep(length * 1e-6 + 2e-3)
+            got = {rid: left}
+            self.running.update(got)
+        else:
+            time.sleep(4e-3)
+            got = dict(self.running)
+        outs = []
+        for rid in got:
+            self.running[rid] -= 1
+            outs.append(_Out(rid, [1]))
+            if not self.running[rid]: del self.running[rid]
+        return outs
+    def abort_request(self, ids):
+        self.waiting, self.running = [], {}
+
+class LLM:
+    def __init__(self, model, tensor_parallel_size, **more):
+        import os
+        assert os.path.exists(os.path.join(model, "config.json")), model
+        if tensor_parallel_size > 1: raise RuntimeError("one GPU only")
+        self.llm_engine = Engine()
+'''
+SGLANG = """
+import time
+__version__ = "8.8"
+
+class Engine:
+    def __init__(self, **arguments): assert arguments["disable_radix_cache"]
+    def generate(self, input_ids, sampling_params):
+        time.sleep(0.01 * len(input_ids) + 0.01 * sampling_params["max_new_tokens"])
+"""
+SETUP = Setup("m", 1, False, 1000, 4, 512, 20, 1, 1000)
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """An interpreter that has both stand-ins, and no GPU."""
+    site = tmp_path / "site"
+    for name, text in (("vllm", VLLM), ("sglang", SGLANG)):
+        (site / name).mkdir(parents=True)
+        (site / name / "__init__.py").write_text(text)
+    (site / "vllm" / "sampling_params.py").write_text("class RequestOutputKind: DELTA = 1")
+    (site / "torch.py").write_text("class cuda:\n    is_available = staticmethod(lambda: False)\n")
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    return str(wrapper)
+
+
+def run(output: Path, peers: list[tuple[str, str]], layouts: list[str], sizes: Sizes, folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    effort = Effort(steps=16, repeats=1, chunk_tokens=512)
+    run_command(
+        peers, ["tiny"], output, layouts=layouts, sizes=sizes, effort=effort, checkpoints={"tiny": folder}
+    )
+
+
+def test_peers_are_measured_and_labelled(
+    python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, peers = tmp_path / "peers.json", [("vllm", python), ("sglang", python)]
+    run(output, peers, ["TP1"], Sizes((64,), (3,), (100,)), tmp_path)
+    records = {(each.peer, each.bench): each for each in load_records(output)}
+    assert set(records) == {
+        (peer, bench)
+        for peer in ("vllm unknown version", "sglang unknown version")
+        for bench in ("prefill", "decode_step")
+    }
+    # The stand-ins sleep so long; sleeping longer than asked for is the machine's doing.
+    assert 4.0 <= records["vllm unknown version", "decode_step"].value < 40
+    assert 2.0 <= records["vllm unknown version", "prefill"].value < 40
+    assert 5.0 <= records["sglang unknown version", "decode_step"].value < 60
+    assert 20 <= records["sglang unknown version", "prefill"].value < 130
+    for record in records.values():
+        assert record.device == "CPU"
+        assert record.floor is not None
+        assert record.extra["weights"] == "synthesized"
+    capsys.readouterr()
+    run(output, peers, ["TP1"], Sizes((64,), (3,), (100,)), tmp_path)
+    assert capsys.readouterr().err.count("known") >= 4
+
+
+def test_what_a_peer_cannot_do_is_its_own_message(
+    python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "peers.json"
+    with pytest.raises(SweepIncomplete, match="77 is refused"):
+        run(output, [("vllm", python)], ["TP1"], Sizes((77, 64), (), ()), tmp_path)
+    assert [each.input_tokens for each in load_records(output)] == [64]
+    with pytest.raises(SweepIncomplete, match="one GPU only"):
+        run(output, [("vllm", python)], ["TP2"], Sizes((64,), (), ()), tmp_path)
+
+
+def test_a_peer_that_is_not_installed_is_skipped_with_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "peers.json", [("vllm", sys.executable)], ["TP1"], Sizes((64,), (), ()), tmp_path)
+    assert "vllm: not installed" in capsys.readouterr().err
+    assert not (tmp_path / "peers.json").exists()
+    with pytest.raises(PeerMissing, match="No such file"):
+        find_peer("vllm", "/nowhere/python")
+    with pytest.raises(PeerMissing, match="no such peer"):
+        find_peer("other", sys.executable)
+
+
+def test_steps_of_a_window_by_hand() -> None:
+    stamps = [0.01 * step for step in range(WARM_STEPS + 20)]
+    step_s, steps = window_s(stamps)
+    assert (round(step_s, 6), steps) == (0.01, 19)
+    with pytest.raises(RuntimeError, match="only 9 steps"):
+        window_s(stamps[:9])
+
+
+def test_prompts_are_those_of_this_project_s_own_benchmark() -> None:
+    import torch
+
+    from antiphon.benchmarks.engine import Bench
+
+    class Shape:
+        config = preset("tiny")
+
+    bench = Bench("tiny", Shape(), torch.device("cpu"), torch.float32, False)  # type: ignore[arg-type]
+    assert tuple(prompt_of(50, 3, 199_998)) == bench.prompt(50, 3)
+
+
+def test_the_engine_is_as_large_as_its_points() -> None:
+    points = [
+        Point("prefill", "tiny", Layout(), input_tokens=4000),
+        Point("decode_step", "tiny", Layout(), batch=16, context=9000),
+    ]
+    setup = setup_for(preset("tiny"), Path("m"), Layout(2, 2), points, Effort(steps=100))
+    assert (setup.tensor_parallel, setup.expert_parallel, setup.largest_batch) == (2, True, 16)
+    assert setup.longest_tokens > 9100
+
+
+def test_a_time_that_is_none_is_no_figure() -> None:
+    class Backwards:
+        version = "0"
+
+        def first_token_s(self, prompt: list[int]) -> float:
+            return 0.5
+
+        def decode_step_s(self, prompts: list[list[int]], steps: int) -> tuple[float, int]:
+            return -0.1, steps
+
+    assert measure(Backwards(), SETUP, {"input_tokens": 5}) == {"ms": 500.0, "repeats": 1}
+    with pytest.raises(RuntimeError, match=r"-0\.1"):
+        measure(Backwards(), SETUP, {"batch": 2, "context": 5})
