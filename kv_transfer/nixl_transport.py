@@ -15,6 +15,7 @@ from typing import Any
 import nixl
 import numpy as np
 
+from antiphon.kv_transfer.arrivals import ARRIVALS
 from antiphon.kv_transfer.transport import Copies, Memory, WriteId, WriteState
 from antiphon.protocol.errors import HandshakeError, TransferError
 
@@ -25,6 +26,7 @@ _STATES = {"DONE": WriteState.DONE, "PROC": WriteState.IN_PROGRESS, "ERR": Write
 
 @dataclass(slots=True)
 class _Write:
+    peer: str
     handle: Any
     state: WriteState
 
@@ -37,11 +39,14 @@ class NixlTransport:
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints to stdout what we log ourselves
         self._name = agent_name
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
-        self._agent = nixl.nixl_agent(agent_name, config)
+        with ARRIVALS.agent_opens():
+            self._agent = nixl.nixl_agent(agent_name, config)
         if _BACKEND not in self._agent.backends:
             raise HandshakeError(f"NIXL offers {self._agent.get_plugin_list()}, but not {_BACKEND}")
         self._registered: list[tuple[Memory, Any]] = []
         self._peers: set[str] = set()
+        self._named: dict[bytes, str] = {}
+        """Metadata of connected peers -> their names."""
         self._writes: dict[WriteId, _Write] = {}
         self._next_id = 0
 
@@ -66,18 +71,23 @@ class NixlTransport:
 
     def connect(self, metadata: bytes) -> str:
         """See Transport."""
+        known = self._named.get(metadata)
+        if known in self._peers and not any(record.peer == known for record in self._writes.values()):
+            self.disconnect(known)  # its connection may be broken, and nothing but this makes a new one
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
             raise TransferError("handshake", f"cannot load a peer's metadata: {error!r}") from error
         peer = name.decode() if isinstance(name, bytes) else str(name)
         self._peers.add(peer)
+        self._named[metadata] = peer
         return peer
 
     def disconnect(self, peer: str) -> None:
         """See Transport."""
         if peer in self._peers:
             self._peers.remove(peer)
+            self._named = {data: name for data, name in self._named.items() if name != peer}
             self._agent.remove_remote_agent(peer)
 
     def post_write(self, peer: str, copies: Sequence[Copies], notification: bytes) -> WriteId:
@@ -110,7 +120,7 @@ class NixlTransport:
             raise TransferError("post", f"{peer}: {error!r}") from error
         self._next_id += 1
         write = WriteId(self._next_id)
-        self._writes[write] = _Write(handle, state)
+        self._writes[write] = _Write(peer, handle, state)
         return write
 
     def state(self, write: WriteId) -> WriteState:

@@ -1,6 +1,7 @@
 """A process that registers memory, says where, and answers each notification with what it sees. Run by tests.
 
-Usage: nixl_receiver.py AGENT_NAME SIZE. One JSON object a line on stdout; ends when stdin is closed.
+Usage: nixl_receiver.py AGENT_NAME SIZE. One JSON object a line on stdout; takes the commands of ``obey``, one
+a line, and ends when stdin is closed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 
 import numpy as np
 
+from antiphon.kv_transfer.arrivals import ARRIVALS
 from antiphon.kv_transfer.nixl_transport import NixlTransport
 from antiphon.kv_transfer.transport import Memory
 
@@ -21,13 +23,33 @@ def say(**fields: object) -> None:
     sys.stdout.flush()
 
 
+def obey(transport: NixlTransport, what: str, *arguments: str) -> None:
+    """``claim``/``sever`` a sender's connections, or do not look at the transport for a while: ``pause``."""
+    if what == "pause":
+        time.sleep(float(arguments[0]))
+    elif what == "claim":
+        ARRIVALS.claim((arguments[0], 1))
+    elif what == "sever":
+        deadline = time.monotonic() + 10
+        while not ARRIVALS.sever((arguments[0], 1)):
+            transport.notifications()
+            if time.monotonic() > deadline:
+                raise TimeoutError("the connections stay open")
+
+
 def main() -> None:
     name, size = sys.argv[1], int(sys.argv[2])
     data = np.zeros(size, dtype=np.uint8)
     transport = NixlTransport(name)
     transport.register([Memory(data.ctypes.data, size)])
     say(metadata=transport.metadata().hex(), address=data.ctypes.data)
-    while not select.select([sys.stdin], [], [], 0)[0]:
+    while True:
+        if select.select([sys.stdin], [], [], 0)[0]:
+            command = sys.stdin.readline().split()
+            if not command:
+                break
+            obey(transport, *command)
+            say(obeyed=command[0], total=int(data.astype(np.int64).sum()))
         for sender, payload in transport.notifications():
             say(sender=sender, payload=payload.decode(), total=int(data.astype(np.int64).sum()))
         time.sleep(0.0005)

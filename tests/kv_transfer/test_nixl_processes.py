@@ -50,6 +50,17 @@ class Receiver:
             if line.startswith("{"):
                 return dict(json.loads(line))
 
+    def tell(self, command: str, *, wait: bool = True) -> dict[str, Any]:
+        """Give a command of ``nixl_receiver.obey``; its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command}\n")
+        self.process.stdin.flush()
+        while wait:
+            answer = self.hear()
+            if "obeyed" in answer:
+                return answer
+        return {}
+
     def end(self, kill: bool = False) -> None:
         """Let it close, or kill it."""
         if kill:
@@ -132,6 +143,93 @@ def test_a_write_is_not_over_before_it_has_ended(request: pytest.FixtureRequest)
         time.sleep(0.001)
     assert receiver.hear()["total"] == 7 * SIZE
     assert sender.release(name)
+
+
+class Sender:
+    """A sending process; see nixl_sender.py."""
+
+    def __init__(self, name: str, receiver: Receiver) -> None:
+        script = Path(__file__).parent / "nixl_sender.py"
+        arguments = [name, str(SIZE), receiver.metadata.hex(), str(receiver.memory.address)]
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "UCX_TLS": "tcp,self"},
+        )
+
+    def wait_for(self, line: str) -> None:
+        """Until it says so."""
+        assert self.process.stdout is not None
+        while self.process.stdout.readline().strip() != line:
+            assert self.process.poll() is None
+
+    def end(self) -> None:
+        """Kill it."""
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.mark.parametrize("severed", [False, True], ids=["as it is", "severed"])
+def test_what_a_dead_writer_left_in_the_network_lands_unless_its_connections_are_severed(
+    severed: bool, request: pytest.FixtureRequest
+) -> None:
+    receiver = Receiver("receiver/4/0", {"UCX_TLS": "tcp,self"})
+    request.addfinalizer(lambda: receiver.end(kill=True))
+    bystander, sender = Sender("sender/4/0", receiver), None
+    request.addfinalizer(bystander.end)
+    bystander.wait_for("connected")
+    assert receiver.hear()["payload"] == "arrived"
+    receiver.tell("claim bystander")
+    sender = Sender("sender/5/0", receiver)
+    request.addfinalizer(sender.end)
+    sender.wait_for("connected")
+    assert receiver.hear()["total"] == 7 * 4096
+    receiver.tell("claim sender")
+
+    assert sender.process.stdin is not None
+    receiver.tell("pause 1.5", wait=False)
+    sender.process.stdin.write("go\n")
+    sender.process.stdin.flush()
+    sender.wait_for("posted")
+    sender.end()  # while the receiver does not look
+    if severed:
+        receiver.tell("sever sender", wait=False)
+    assert receiver.hear()["obeyed"] == "pause"
+    first = receiver.hear() if severed else receiver.tell("pause 0")
+    time.sleep(0.5)
+    last = receiver.tell("pause 0")
+    if severed:
+        assert last["total"] == first["total"]  # nothing lands once they are severed
+    else:
+        assert last["total"] > 7 * 4096  # it does land after the writer's death: the test tests something
+
+    assert bystander.process.stdin is not None
+    bystander.process.stdin.write("go\n")  # somebody else's connection still works
+    bystander.process.stdin.flush()
+    assert receiver.hear() == {"sender": "sender/4/0", "payload": "arrived", "total": 7 * SIZE}
+
+
+def test_a_severed_writer_that_lives_connects_anew(request: pytest.FixtureRequest) -> None:
+    source = np.full(SIZE, 5, dtype=np.uint8)
+    sender = NixlTransport("sender/6/0")
+    request.addfinalizer(sender.close)
+    local = Memory(source.ctypes.data, SIZE)
+    sender.register([local])
+    receiver = Receiver("receiver/5/0", {"UCX_TLS": "tcp,self"})
+    request.addfinalizer(lambda: receiver.end(kill=True))
+    peer = sender.connect(receiver.metadata)
+    small = Copies(local, receiver.memory, np.array([[0, 0, 4096]], dtype=np.int64))
+    whole = Copies(local, receiver.memory, np.array([[0, 0, SIZE]], dtype=np.int64))
+    assert write(sender, peer, small, b"before") is WriteState.DONE
+    assert receiver.hear()["payload"] == "before"
+    receiver.tell("claim sender")
+    receiver.tell("sever sender")
+    assert _fails(lambda: write(sender, peer, small, b"broken"))
+    assert sender.connect(receiver.metadata) == peer
+    assert write(sender, peer, whole, b"after") is WriteState.DONE
+    assert receiver.hear() == {"sender": "sender/6/0", "payload": "after", "total": 5 * SIZE}
 
 
 def _fails(action: Callable[[], Any]) -> bool:
