@@ -76,6 +76,7 @@ docs: $(STAMP) ## Write the pages that are made from the code
 	mv docs/configuration.md.new docs/configuration.md
 	$(PY) helm/values_reference.py
 	$(PY) helm/monitoring/generate.py
+	$(PY) helm/golden_renders.py
 	$(PY) -m antiphon.benchmarks.report.page
 
 lock: ## Write requirements/lock.txt from the present .venv, and the images' locks

@@ -44,3 +44,9 @@ def test_every_example_is_on_it() -> None:
     for path in (CHART / "ci").glob("*-values.yaml"):
         assert f"(ci/{path.name}) | " in page
         assert path.read_text().startswith("# ")
+
+
+def test_the_golden_renders_are_what_the_chart_makes() -> None:
+    script = ROOT / "helm/golden_renders.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, f"run `make docs` and review the difference: {done.stderr}"

@@ -52,6 +52,9 @@ RULES: tuple[tuple[str, dict[str, object], str], ...] = (
     ("cpu-demo", {"fullnameOverride": "2nd"}, "must begin with a letter"),
     ("two-gpus", {"router.ingress.host": ""}, "a certificate needs router.ingress.host"),
     ("h200-two-nodes", {"router.httpRoute.parentRefs": []}, "name the gateway"),
+    ("two-gpus", {"decode.maxReplicas": 2}, "a shared pod has room for its workers only"),
+    ("cpu-demo", {"prefill.replicas": 3, "prefill.maxReplicas": 2}, "2 is less than prefill.replicas: 3"),
+    ("cpu-demo", {"decode.config.max_replicas": 2}, r"set decode\.maxReplicas of the chart"),
 )
 
 
@@ -163,7 +166,7 @@ def test_prefill_and_decode_have_the_same_shape() -> None:
     assert shape(VALUES["prefill"]) == shape(VALUES["decode"])
     pod = VALUES["placement"]["pod"]
     assert set(pod) == set(VALUES["prefill"]) - {
-        *("replicas", "device", "tensorParallel", "expertParallel", "cpuThreads", "config")
+        *("replicas", "maxReplicas", "device", "tensorParallel", "expertParallel", "cpuThreads", "config")
     }
 
 

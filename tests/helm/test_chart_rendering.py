@@ -41,6 +41,8 @@ VARIATIONS: tuple[dict[str, object], ...] = (
     {"metrics.serviceMonitor.enabled": "auto", "metrics.podMonitor.enabled": "auto"},
     {"tests.enabled": False},
     {"model.maxContextTokens": 8192},
+    {"prefill.maxReplicas": 4, "decode.maxReplicas": 6, "autoscaling.config": {"shrink_after_s": 300}},
+    {"metrics.compat": "vllm", "tracing.otlpEndpoint": "http://collector:4318", "tracing.sampleRatio": 1},
     {"extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "more"}}]},
     {"router.nodeSelector": {"pool": "cpu"}, "router.priorityClassName": "high"},
     {"ray.head.tolerations": [{"key": "x", "operator": "Exists"}]},
@@ -142,6 +144,8 @@ def test_every_selector_selects_the_pods_it_is_for(release: Release) -> None:
         labels = monitor["spec"]["selector"]["matchLabels"]
         chosen = {c for c, pod in pods.items() if selects(labels, pod)}
         assert set(release.groups()) <= chosen
+        offered = {name for component in chosen for name in _ports(pods[component])}
+        assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} <= offered
     for _, pod in pods_of(release):
         for spread in pod["spec"].get("topologySpreadConstraints", []):
             assert selects(spread["labelSelector"]["matchLabels"], pod)
@@ -262,6 +266,33 @@ def test_the_cluster_has_room_for_exactly_the_plan(release: Release) -> None:
     for spec in plan:
         wanted[f"antiphon_{spec.role}"] = wanted.get(f"antiphon_{spec.role}", 0) + 1
     assert offered == wanted
+
+
+def test_processes_listen_where_scrapers_look(release: Release) -> None:
+    config = DeploymentConfig.model_validate(yaml.safe_load(release.deployment_file()))
+    assert config.metrics.host == "0.0.0.0"
+    assert _ports(release.pods()["head"])["supervisor"] == config.metrics.supervisor_port
+    for name, group in release.groups().items():
+        if name in ("head", "router"):
+            continue
+        per_pod = json.loads(json.loads(group["rayStartParams"]["resources"]))
+        workers = sum(per_pod.values())
+        ports = [number for port, number in _ports(group["template"]).items() if port.startswith("worker-")]
+        # Workers of one pod take the first port that is free, one after the other.
+        first = config.metrics.worker_port
+        assert ports == list(range(first, first + workers))
+
+
+def test_a_pool_that_may_grow_has_room_and_an_autoscaler(render: Renderer) -> None:
+    release = render("cpu-demo-values.yaml", {"prefill.maxReplicas": 4})
+    cluster = release.one("RayCluster")["spec"]
+    assert cluster["enableInTreeAutoscaling"] is True
+    bounds = {n: (g["minReplicas"], g["maxReplicas"]) for n, g in release.groups().items() if n != "head"}
+    assert bounds == {"prefill": (1, 4), "decode": (1, 1), "router": (1, 1)}
+    config = DeploymentConfig.model_validate(yaml.safe_load(release.deployment_file()))
+    assert (config.prefill.max_replicas, config.decode.max_replicas) == (4, None)
+    assert release.pods()["head"]["spec"]["automountServiceAccountToken"] is True
+    assert "enableInTreeAutoscaling" not in render("cpu-demo-values.yaml").one("RayCluster")["spec"]
 
 
 def test_the_end_is_long_enough(release: Release) -> None:

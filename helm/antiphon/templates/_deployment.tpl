@@ -15,6 +15,9 @@
 
 {{- define "antiphon.workerConfig" -}}
 {{- $own := dict "replicas" (int .replicas) "device" .device "tensor_parallel" (int .tensorParallel) "expert_parallel" .expertParallel "cpu_threads" (int .cpuThreads) -}}
+{{- if not (kindIs "invalid" .maxReplicas) -}}
+{{- $_ := set $own "max_replicas" (int .maxReplicas) -}}
+{{- end -}}
 {{- toYaml (merge $own (deepCopy .config)) -}}
 {{- end -}}
 
@@ -49,6 +52,16 @@ ray:
   address: auto
   role_resources: true
   placement_timeout_s: {{ .Values.ray.placementTimeoutSeconds }}
+autoscale:
+  {{- toYaml .Values.autoscaling.config | nindent 2 }}
 log:
   level: {{ .Values.log.level }}
+metrics:
+  host: 0.0.0.0
+  supervisor_port: {{ include "antiphon.port" "supervisor" }}
+  worker_port: {{ include "antiphon.port" "worker-0" }}
+  compat: {{ ternary "null" .Values.metrics.compat (eq .Values.metrics.compat "") }}
+tracing:
+  otlp_endpoint: {{ ternary "null" (.Values.tracing.otlpEndpoint | quote) (eq .Values.tracing.otlpEndpoint "") }}
+  sample_ratio: {{ .Values.tracing.sampleRatio }}
 {{- end -}}

@@ -32,7 +32,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{/* Number of a named port. */}}
 {{- define "antiphon.port" -}}
-{{- $ports := dict "http" 8000 "gcs-server" 6379 "dashboard" 8265 "client" 10001 "metrics" 8080 "agent" 52365 -}}
+{{- $ports := dict "http" 8000 "gcs-server" 6379 "dashboard" 8265 "client" 10001 "metrics" 8080 "agent" 52365 "supervisor" 9464 "worker-0" 9465 -}}
 {{- required (printf "no port is called %s" .) (get $ports .) -}}
 {{- end -}}
 
@@ -74,12 +74,35 @@ true
 {{- $shared := eq .Values.placement.mode "samePod" -}}
 {{- if $shared }}
 {{- $perPod := dict "prefill" (div .Values.prefill.replicas .Values.placement.pods) "decode" (div .Values.decode.replicas .Values.placement.pods) }}
-- {name: workers, pods: {{ .Values.placement.pods }}, prefill: {{ $perPod.prefill }}, decode: {{ $perPod.decode }}, router: 0}
+- {name: workers, pods: {{ .Values.placement.pods }}, most: {{ .Values.placement.pods }}, prefill: {{ $perPod.prefill }}, decode: {{ $perPod.decode }}, router: 0}
 {{- else }}
-- {name: prefill, pods: {{ .Values.prefill.replicas }}, prefill: 1, decode: 0, router: 0}
-- {name: decode, pods: {{ .Values.decode.replicas }}, prefill: 0, decode: 1, router: 0}
+- {name: prefill, pods: {{ .Values.prefill.replicas }}, most: {{ .Values.prefill.maxReplicas | default .Values.prefill.replicas }}, prefill: 1, decode: 0, router: 0}
+- {name: decode, pods: {{ .Values.decode.replicas }}, most: {{ .Values.decode.maxReplicas | default .Values.decode.replicas }}, prefill: 0, decode: 1, router: 0}
 {{- end }}
-- {name: router, pods: {{ .Values.router.replicas }}, prefill: 0, decode: 0, router: 1}
+- {name: router, pods: {{ .Values.router.replicas }}, most: {{ .Values.router.replicas }}, prefill: 0, decode: 0, router: 1}
+{{- end -}}
+
+{{/* Names and numbers of the ports where the workers of a group's pod have their metrics, as YAML. */}}
+{{- define "antiphon.workerPorts" -}}
+{{- range $i := until (add (int .prefill) (int .decode) | int) }}
+- {name: worker-{{ $i }}, containerPort: {{ add (include "antiphon.port" "worker-0" | int) $i }}}
+{{- end }}
+{{- end -}}
+
+{{/* Most workers that any pod of the release holds. */}}
+{{- define "antiphon.workersPerPod" -}}
+{{- $most := 0 -}}
+{{- range include "antiphon.groups" . | fromYamlArray -}}
+{{- $most = max $most (add (int .prefill) (int .decode)) -}}
+{{- end -}}
+{{- $most -}}
+{{- end -}}
+
+{{/* Whether a pool may grow: pools of pods of their own alone, since a shared pod has room for its workers only. */}}
+{{- define "antiphon.autoscales" -}}
+{{- if or (not (kindIs "invalid" .Values.prefill.maxReplicas)) (not (kindIs "invalid" .Values.decode.maxReplicas)) -}}
+true
+{{- end -}}
 {{- end -}}
 
 {{/* GPUs that one worker of a pool needs. */}}

@@ -95,11 +95,12 @@ livenessProbe:
   failureThreshold: 6
 {{- end -}}
 
-{{/* Where a pod may run, and what else the values say of it: root, pool, component. */}}
+{{/* Where a pod may run, and what else the values say of it: root, pool, component; token mounts the account's. */}}
 {{- define "antiphon.scheduling" -}}
 {{- $labels := merge (dict "app.kubernetes.io/component" .component) (include "antiphon.selectorLabels" .root | fromYaml) -}}
 serviceAccountName: {{ include "antiphon.serviceAccountName" .root }}
-automountServiceAccountToken: false
+# Ray's autoscaler asks Kubernetes for pods; nothing else here talks to it.
+automountServiceAccountToken: {{ eq "true" (toString .token) }}
 enableServiceLinks: false
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:

@@ -36,6 +36,7 @@
     {{- if $router }}
     - {name: http, containerPort: {{ include "antiphon.port" "http" }}}
     {{- end }}
+    {{- include "antiphon.workerPorts" .group | indent 4 }}
     - {name: metrics, containerPort: {{ include "antiphon.port" "metrics" }}}
     - {name: agent, containerPort: {{ include "antiphon.port" "agent" }}}
   env:
