@@ -1,8 +1,8 @@
 """The TCP connections over which writes arrive in this process, and how to end those of one writer for good.
 
 Over TCP, UCX carries a one-sided write as a message that this process copies into place. So a writer's death
-is not the end of its writes: what its kernel holds is still delivered, minutes later if the network was cut, and
-lands in pages that belong to somebody else by then. Shared memory, CUDA IPC and RDMA have nothing of the kind:
+is not the end of its writes: what its kernel holds is still delivered, minutes later if the network was cut,
+and lands in pages that belong to somebody else by then. Shared memory, CUDA IPC and RDMA have nothing of it:
 there the writer's own process, or its network card, moves the bytes.
 
 UCX offers no way to end an accepted connection. Its sockets are found through ``/proc``: what it listens on
