@@ -165,7 +165,7 @@ class Sglang:
         return self._run_s([prompt], 1)
 
     def decode_step_s(self, prompts: list[list[int]], steps: int) -> tuple[float, int]:
-        """See ``Peer``: prompts cancel out of the difference; the median of a few, after a run that warms up."""
+        """See ``Peer``: prompts cancel out of the difference; the median of a few, after a warm run."""
         self._run_s(prompts, self.SHORT_TOKENS)
         differences = []
         for _ in range(self.PAIRS):

@@ -14,7 +14,7 @@ from antiphon.benchmarks.plan.cost_model import CostModel, build
 from antiphon.benchmarks.plan.hardware import H200
 from antiphon.benchmarks.plan.planner import LAYOUTS
 from antiphon.benchmarks.records import BENCH_DECODE, RESULTS, Record, RecordError, load_results
-from antiphon.benchmarks.report import markdown
+from antiphon.benchmarks.report import beside, markdown, split
 from antiphon.benchmarks.svg import Axis, Chart, Series
 from antiphon.benchmarks.sweep.points import CONTEXTS, MODELS, grid
 from antiphon.benchmarks.sweep.prices import Figure, by_layout, figure
@@ -30,7 +30,7 @@ A figure in *italics with a p* is **predicted** by the cost model of `antiphon p
 rated bandwidth, operations over rated speed) times an efficiency for each kernel class. A plain figure is
 **measured** on {gpu}, with its commit and date in the raw file. Prices are at ${price:.2f} per GPU
 hour. DP, as whole replicas of a layout, multiplies the rate at the same latency and price, so it has no rows
-of its own.
+in these tables; what replicas cost one another is measured below where it was.
 """
 
 COST_MODEL = """## What predictions rest on
@@ -55,7 +55,10 @@ def render(results: Path = RESULTS, gpu_hour_price: float = PRICE) -> dict[str, 
         sections.append(_model_section(model, measured, gpu_hour_price, files))
     sections += [COST_MODEL, markdown.efficiency_table(models[0].efficiencies), ""]
     sections += ["Whole steps, all models and layouts together:\n", markdown.step_error_table(models[0]), ""]
-    sections.append(_load_section(results))
+    sections += [beside.peer_section(models, measured), ""]
+    if replicas := beside.replica_section(models, measured):
+        sections += [replicas, ""]
+    sections += [split.section(results, files), "", _load_section(results)]
     files["benchmarks.md"] = "\n".join(sections).rstrip() + "\n"
     return files
 

@@ -1,0 +1,97 @@
+"""Sections of the page that compare: peers, replicas, split and colocated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from antiphon.benchmarks.plan.hardware import H200
+from antiphon.benchmarks.records import Record, append_records
+from antiphon.benchmarks.report.page import render
+from antiphon.benchmarks.split.observed import LoadRun, append_run
+
+OURS = Record(
+    "decode_step",
+    "gpt-oss-20b",
+    "TP1",
+    H200.name,
+    "c",
+    "2026-01-01",
+    2.0,
+    "ms",
+    batch=8,
+    context=8192,
+    floor=1.0,
+)
+
+
+def run(
+    arrangement: str, rate: float, itl_ms: float, chunk: int | None = None, device: str = H200.name
+) -> LoadRun:
+    requests = int(rate * 10)
+    return LoadRun(
+        arrangement=arrangement,
+        chunk_tokens=chunk,
+        model="gpt-oss-20b",
+        device=device,
+        gpus=2,
+        mix="chat",
+        input_tokens=1000,
+        output_tokens=500,
+        rate_per_s=rate,
+        duration_s=10.0,
+        window_s=10.0,
+        requests=requests,
+        failed=0,
+        ttft_ms=[50.0] * requests,
+        itl_p99_ms=[itl_ms] * requests,
+        ttft_p50_p99_ms=(50.0, 50.0),
+        itl_p50_p99_ms=(itl_ms, itl_ms),
+        output_tokens_per_s=1.0,
+        peer=False,
+        commit="c",
+        date="d",
+        complaints=["it was late"] if arrangement == "split" else [],
+    )
+
+
+def test_the_fastest_way_of_a_peer_stands_beside_ours(tmp_path: Path) -> None:
+    peer = replace(OURS, peer="other 1.0", floor=0.9)
+    append_records(
+        tmp_path / "r.json",
+        [
+            OURS,
+            replace(peer, value=5.0, extra={"resident_weights": "a"}),
+            replace(peer, value=3.0, extra={"resident_weights": "b"}),
+            replace(peer, value=9.0, layout="TP2"),
+            replace(peer, value=1.0, device="another GPU"),
+        ],
+    )
+    page = render(tmp_path)["benchmarks.md"]
+    assert "| gpt-oss-20b | TP1 | 8 x 8,192 | 0.9 | 2 | 3 | 1.50 | other 1.0 |" in page
+    predicted = next(line for line in page.splitlines() if line.startswith("| gpt-oss-20b | TP2 | 8 x 8,192"))
+    assert " p* | 9 | *" in predicted
+
+
+def test_replicas_stand_beside_one(tmp_path: Path) -> None:
+    append_records(tmp_path / "r.json", [OURS, replace(OURS, layout="TP1 DP2", value=2.1)])
+    page = render(tmp_path)["benchmarks.md"]
+    assert "| gpt-oss-20b | TP1 DP2 | 8 x 8,192 | 2 | 2.1 | +5.0% |" in page
+    append_records(tmp_path / "other" / "r.json", [OURS])
+    assert "Replicas at the same time" not in render(tmp_path / "other")["benchmarks.md"]
+
+
+def test_the_split_is_compared_where_gpus_were_measured(tmp_path: Path) -> None:
+    path = tmp_path / "split.json"
+    append_run(path, run("split", 4.0, 8.0, device="CPU"))
+    assert "Not measured on GPUs yet" in render(tmp_path)["benchmarks.md"]
+    for each in (run("split", 4.0, 8.0), run("colocated", 2.0, 9.0, 512), run("colocated", 8.0, 40.0, 8192)):
+        append_run(path, each)
+    files = render(tmp_path)
+    page = files["benchmarks.md"]
+    assert "### gpt-oss-20b on 2 x NVIDIA H200" in page
+    assert "| 10 ms | colocated, chunk 512 | 2.00 | 50.0 / 50.0 | 9.0 / 9.0 | 0.50x |" in page
+    assert "| 50 ms | colocated, chunk 8192 | 8.00 | 50.0 / 50.0 | 40.0 / 40.0 | 2.00x |" in page
+    assert "at 50 ms **the split loses**, serving 0.50 times" in page
+    assert "complained in some of these runs: it was late." in page
+    assert "plots/split-gpt-oss-20b-chat.svg" in files
