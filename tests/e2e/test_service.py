@@ -8,10 +8,12 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from typing import Literal
 
 import httpx
 import openai
 import psutil
+import pydantic
 import pytest
 import pytest_asyncio
 
@@ -101,6 +103,54 @@ async def test_the_openai_sdk_streams_what_it_also_gets_whole(sdk: openai.AsyncO
     assert usage is not None
     assert usage.completion_tokens == whole.usage.completion_tokens == 40
     assert usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+class Verdict(pydantic.BaseModel, extra="forbid"):
+    right: bool
+    grade: Literal["a", "b", "c"]
+    remarks: list[Literal["short", "long"]] = pydantic.Field(max_length=3)
+
+
+TO_THE_POINT = {"200007": 100, "17196": 100}
+"""A random model's answer: end each thought at once, then the final channel. A grammar must do the rest."""
+
+
+async def test_a_model_that_knows_nothing_answers_in_the_form_asked_for(sdk: openai.AsyncOpenAI) -> None:
+    messages = [{"role": "user", "content": "Judge this."}]
+    completions = await asyncio.gather(
+        *(
+            sdk.chat.completions.parse(
+                model=MODEL, messages=messages, response_format=Verdict, seed=seed, logit_bias=TO_THE_POINT
+            )
+            for seed in range(4)
+        )
+    )
+    for completion in completions:
+        assert completion.choices[0].finish_reason == "stop"
+        assert isinstance(completion.choices[0].message.parsed, Verdict)
+    async with sdk.responses.stream(
+        model=MODEL, input="Judge this.", text_format=Verdict, extra_body={"logit_bias": TO_THE_POINT}
+    ) as stream:
+        response = await stream.get_final_response()
+    assert isinstance(response.output_parsed, Verdict)
+
+
+async def test_a_model_that_knows_nothing_calls_one_of_the_functions(sdk: openai.AsyncOpenAI) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": Verdict.model_json_schema()}}
+        for name in ("judge", "judge_again")
+    ]
+    completion = await sdk.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Judge this."}],
+        tools=tools,
+        tool_choice="required",
+        logit_bias={**TO_THE_POINT, "200008": 100, "316": 100},
+    )
+    assert completion.choices[0].finish_reason == "tool_calls"
+    (call,) = completion.choices[0].message.tool_calls or ()
+    assert call.function.name in ("judge", "judge_again")
+    Verdict.model_validate_json(call.function.arguments)
 
 
 async def test_health_ready_and_metrics(http: httpx.AsyncClient) -> None:
