@@ -182,6 +182,7 @@ class DialledSocket:
     def close(self, linger_ms: int = 0) -> None:
         """Close the connection."""
         self._down = True
-        self._monitor.close()
+        # In this order: libzmq's own thread waits for whoever reads its events, for ever if nobody does.
         self._socket.disable_monitor()
+        self._monitor.close()
         self._pump.close(linger_ms)
