@@ -20,7 +20,6 @@ SETUP_ID := $(shell { cat requirements/lock.txt pyproject.toml; echo '$(abspath 
 STAMP := $(VENV)/.installed-$(SETUP_ID)
 CLIENTS_ID := $(shell { cat requirements/clients.txt; echo '$(SETUP_ID)'; } | sha256sum | cut -c1-16)
 CLIENTS_STAMP := $(VENV)/.clients-$(CLIENTS_ID)
-TINY := .cache/checkpoints/tiny
 
 .PHONY: help setup serve check test test-gpu bench chaos docs lock clean
 
@@ -44,10 +43,7 @@ $(CLIENTS_STAMP): requirements/clients.txt $(STAMP)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/clients.txt
 	@touch $@
 
-$(TINY)/config.json: | $(STAMP)
-	$(VENV)/bin/antiphon checkpoint synthesize --like tiny $(TINY)
-
-serve: $(STAMP) $(TINY)/config.json ## Start everything on this machine (PORT=, CONFIG=)
+serve: $(STAMP) ## Start everything on this machine (PORT=, CONFIG=)
 	@exec $(VENV)/bin/antiphon serve --config $(CONFIG) $(if $(PORT),--port $(PORT))
 
 check: $(STAMP) ## Lint, format, strict types and the layering of the folders
@@ -65,7 +61,7 @@ test: $(CLIENTS_STAMP) ## Every test that needs no GPU (PYTEST_ARGS= is passed o
 test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## The tests that need an H200 (PY= picks the interpreter)
 	PYTHONPATH=src $(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
-bench: $(STAMP) $(TINY)/config.json ## Measure the deployment on this machine
+bench: $(STAMP) ## Measure the deployment on this machine
 	$(PY) -m antiphon.benchmarks.local_deployment --config $(CONFIG)
 
 chaos: $(STAMP) ## Kill, stop and cut off parts of a deployment under load (SEED=, REQUESTS=)
@@ -84,5 +80,5 @@ lock: ## Write requirements/lock.txt from the present .venv, and the images' loc
 	mv requirements/lock.txt.new requirements/lock.txt
 	$(PY) requirements/write_image_locks.py
 
-clean: ## Remove the environment, caches and the synthesized checkpoint
+clean: ## Remove the environment and caches
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,6 +8,7 @@ from antiphon.cluster.layout_check import GIB, check_memory, gpus_of, rank_needs
 from antiphon.cluster.process_plan import plan_processes
 from antiphon.cluster.resolution import max_context_tokens
 from antiphon.configs.schema import DeploymentConfig, load_deployment
+from antiphon.demo.shape import MODEL_NAME, TINY
 from antiphon.model.checkpoint.index import open_checkpoint
 from antiphon.model.config import PRESETS, GptOssConfig
 from antiphon.protocol.errors import ConfigError
@@ -48,6 +49,8 @@ def _shape_of(config: DeploymentConfig) -> tuple[GptOssConfig, str]:
     folder = Path(config.model.path).expanduser()
     if folder.is_dir():
         return open_checkpoint(folder).config, str(folder)
+    if config.model.path == MODEL_NAME:
+        return TINY, "ships with the project"
     known = PRESETS.get(folder.name)
     if known is None:
         raise ConfigError(

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from antiphon.cluster.layout_check import check_layouts
 from antiphon.configs.schema import DeploymentConfig
+from antiphon.demo.cached_checkpoint import ensure_demo_checkpoint
+from antiphon.demo.shape import MODEL_NAME
 from antiphon.model.checkpoint.index import CheckpointIndex, open_checkpoint
 from antiphon.model.hub import fetch
-from antiphon.protocol.errors import ConfigError
+from antiphon.protocol.errors import CheckpointError, ConfigError
 from antiphon.router.served_model import ServedModel
 
 
@@ -31,7 +33,7 @@ def resolve_deployment(config: DeploymentConfig) -> ResolvedDeployment:
     """
     # Named before the path becomes a folder of the hub's cache, whose last part is a commit.
     name = config.model.name
-    folder = fetch(config.model.path, config.model.revision).resolve()
+    folder = locate(config.model.path, config.model.revision).resolve()
     index = open_checkpoint(folder)
     check_layouts(config, index.config)
     context = max_context_tokens(config, index.config.max_context_tokens)
@@ -45,6 +47,21 @@ def resolve_deployment(config: DeploymentConfig) -> ResolvedDeployment:
         fingerprint=_fingerprint(index, config.model.revision),
     )
     return ResolvedDeployment(config.model_copy(update={"model": model}), served)
+
+
+def locate(path: str, revision: str | None) -> Path:
+    """The model's folder: as given, the model that ships with the project, or fetched from the hub.
+
+    Raises:
+        CheckpointError: no such model, or it cannot be put where models are kept.
+    """
+    if path == MODEL_NAME and not Path(path).exists():
+        if revision is not None:
+            raise CheckpointError(
+                f"{path}: ships with the project; a revision ({revision}) is of hub ids only"
+            )
+        return ensure_demo_checkpoint()
+    return fetch(path, revision)
 
 
 def max_context_tokens(config: DeploymentConfig, checkpoint_limit: int) -> int:

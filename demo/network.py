@@ -26,18 +26,6 @@ from antiphon.kernels.reference import (
 )
 from antiphon.model.config import GptOssConfig
 
-TINY = GptOssConfig(
-    num_hidden_layers=8,
-    num_experts=8,
-    hidden_size=256,
-    intermediate_size=256,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-)
-"""The shape of gpt-oss-tiny; constants as in the published models."""
-
-
 FLEX_BLOCK = 128
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from antiphon.demo.dataset import IGNORED, Shard, shard_stream
-from antiphon.demo.network import TINY, Packing, TinyGptOss, placement
+from antiphon.demo.network import Packing, TinyGptOss, placement
 from antiphon.demo.optimizer import Optimizer, schedule
+from antiphon.demo.shape import TINY
 from antiphon.demo.vocabulary import load_vocabulary
 from antiphon.model.config import GptOssConfig
 

@@ -14,6 +14,7 @@ from antiphon.cluster.deployment import check_gpus_are_here
 from antiphon.cluster.layout_check import GIB, check_memory, gpus_of, rank_needs
 from antiphon.cluster.process_plan import plan_processes
 from antiphon.configs.schema import DeploymentConfig, load_deployment
+from antiphon.demo.shape import MODEL_NAME, TINY
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.model.config import PRESETS
 from antiphon.model.transformer import Transformer
@@ -41,14 +42,17 @@ def config(model: str = "openai/gpt-oss-120b", **sections: Any) -> DeploymentCon
 
 def test_every_deployment_that_comes_with_the_project_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SHIPPED)
+    shapes = {**PRESETS, MODEL_NAME: TINY}
     for name, gpus in SHIPPED.items():
         path = CONFIGS / f"{name}.yaml"
         deployment = load_deployment(path)
-        needs = rank_needs(deployment, PRESETS[deployment.model.path.rpartition("/")[2]])
+        needs = rank_needs(deployment, shapes[deployment.model.path.rpartition("/")[2]])
         check_memory(needs)
         assert gpus_of(needs) == gpus
     check_file(CONFIGS / "eight-gpus-120b.yaml", 139, 8)
+    check_file(CONFIGS / "local-cpu.yaml", 139, 8)
     printed = capsys.readouterr().out
+    assert "gpt-oss-tiny (ships with the project)" in printed
     assert "decode   EP4 TP4      4" in printed
     assert "8 GPUs of 139 GiB: prefill-0 (4 ranks), decode-0 (4 ranks), router-0" in printed
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from antiphon.demo.network import (
-    TINY,
     Packing,
     TinyGptOss,
     dense_visibility,
@@ -18,6 +17,7 @@ from antiphon.demo.network import (
     mxfp4_rounded,
     placement,
 )
+from antiphon.demo.shape import TINY
 from antiphon.kernels.reference import dequantize_mxfp4, quantize_mxfp4
 
 SMALL = dataclasses.replace(TINY, num_hidden_layers=2, hidden_size=128, intermediate_size=128)

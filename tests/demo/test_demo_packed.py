@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from antiphon.demo.expand import ensure_demo_checkpoint, expand
+from antiphon.demo.cached_checkpoint import default_cache_dir, ensure_demo_checkpoint
+from antiphon.demo.expand import expand
 from antiphon.demo.generate import generate
-from antiphon.demo.network import TINY, Packing, TinyGptOss, placement
+from antiphon.demo.network import Packing, TinyGptOss, placement
 from antiphon.demo.packed import load_weights, read_packed, shipped_weights, write_packed
+from antiphon.demo.shape import TINY
 from antiphon.demo.vocabulary import Vocabulary
 from antiphon.demo.words import WordSource
 from antiphon.kernels.reference import PagedSequences
@@ -188,7 +195,70 @@ def test_the_cache_is_filled_once_and_repaired_when_damaged(packed: Path, tmp_pa
         file.truncate(100)
     assert ensure_demo_checkpoint(tmp_path, packed, digest(packed)) == folder
     assert inspect(folder).ok
-    assert [entry.name for entry in folder.parent.iterdir()] == [folder.name]  # nothing half-written is left
+    with weights.open("r+b") as file:  # one bit, and no other size
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    assert ensure_demo_checkpoint(tmp_path, packed, digest(packed)) == folder
+    assert weights.read_bytes()[-1] == last
+    left = sorted(entry.name for entry in folder.parent.iterdir())
+    assert left == [folder.name, "lock"]  # nothing half-written
+
+
+def test_a_start_that_was_killed_leaves_nothing_for_long(packed: Path, tmp_path: Path) -> None:
+    parent = tmp_path / f"gpt-oss-tiny-{digest(packed)[:16]}"
+    (parent / ".gpt-oss-tiny.abcd" / "gpt-oss-tiny").mkdir(parents=True)
+    (parent / "gpt-oss-tiny").mkdir()
+    assert inspect(ensure_demo_checkpoint(tmp_path, packed, digest(packed))).ok
+    assert not list(parent.glob(".*"))
+
+
+def test_two_starts_at_once_share_one_folder(packed: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from antiphon.demo.cached_checkpoint import ensure_demo_checkpoint as ensure;"
+        "print(ensure(*map(pathlib.Path, sys.argv[1:3]), sys.argv[3]))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(packed), digest(packed)]
+    starts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    folders = {start.communicate(timeout=120)[0].strip() for start in starts}
+    assert [start.returncode for start in starts] == [0, 0]
+    (folder,) = folders
+    assert inspect(Path(folder)).ok
+    assert sorted(entry.name for entry in Path(folder).parent.iterdir()) == ["gpt-oss-tiny", "lock"]
+
+
+@pytest.fixture
+def no_room() -> Iterator[None]:
+    """No file of this process may grow beyond a megabyte."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("no_room")
+def test_a_cache_without_room_is_an_error_that_names_it(packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}.*File too large.*ANTIPHON_CACHE_DIR"):
+        ensure_demo_checkpoint(tmp_path, packed, digest(packed))
+    assert [entry.name for entry in next(tmp_path.iterdir()).iterdir()] == ["lock"]
+
+
+def test_a_cache_that_is_no_folder_is_an_error_that_names_it(packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file: gpt-oss-tiny cannot be unpacked there"):
+        ensure_demo_checkpoint(tmp_path / "file", packed, digest(packed))
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.delenv("ANTIPHON_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert default_cache_dir() == Path("/home/someone/.cache/antiphon")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
+    assert default_cache_dir() == Path("/var/cache/antiphon")
+    monkeypatch.setenv("ANTIPHON_CACHE_DIR", "~/models")
+    assert default_cache_dir() == Path("/home/someone/models")
 
 
 def test_a_file_that_was_not_shipped_is_refused(packed: Path, tmp_path: Path) -> None:
