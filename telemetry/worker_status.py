@@ -24,7 +24,7 @@ FAILURES = {
 """Counter of a worker -> stage and reason of a failed transfer."""
 
 VLLM_NAMES = {
-    "kv_transfers_failed": ("nixl_num_failed_transfers",),
+    "kv_transfer_failures": ("nixl_num_failed_transfers",),
     "kv_lease_expired": ("nixl_num_kv_expired_reqs",),
     "kv_late_notifications": ("nixl_num_notifications_after_expiry",),
 }
@@ -37,7 +37,6 @@ _COUNTERS = {
     "kv_sent_bytes": ("Bytes of KV that have arrived at decode workers.", ("bytes_sent",)),
     "kv_received_requests": ("Attempts whose KV has arrived as a whole.", ("receives_complete",)),
     "kv_lost_requests": ("Attempts whose KV never came and was computed again.", ("receives_lost",)),
-    "kv_transfers_failed": ("Failed transfers of whatever stage and reason.", tuple(FAILURES)),
 }
 """Metric -> what it is, and the counters of a worker that it adds up."""
 

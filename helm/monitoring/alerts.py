@@ -1,7 +1,8 @@
 """The alert rules: what is watched, when it wakes somebody, what causes it, and which page says what to do.
 
-Objectives are placeholders (``@TTFT_SECONDS@``, ``@ITL_SECONDS@``) that the chart fills in from its values;
-so is ``@RUNBOOKS@``, the place of docs/operations/. Every alert is a heading of runbook.md there.
+Objectives are placeholders (``@TTFT_SECONDS@``, ``@ITL_SECONDS@``, ``@TRANSFER_BYTES_PER_SECOND@``) that the
+chart fills in from its values; so is ``@RUNBOOKS@``, the place of docs/operations/. Every alert is a heading
+of runbook.md there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ from dataclasses import dataclass
 
 import yaml
 
-DEFAULTS = {"@TTFT_SECONDS@": "2.0", "@ITL_SECONDS@": "0.05", "@RUNBOOKS@": "docs/operations/"}
+DEFAULTS = {
+    "@TTFT_SECONDS@": "2.0",
+    "@ITL_SECONDS@": "0.05",
+    "@TRANSFER_BYTES_PER_SECOND@": "1e+06",
+    "@RUNBOOKS@": "docs/operations/",
+}
 OBJECTIVE_MISSED = 0.01
 """Share of requests, or of tokens, that may be slower than the objective: 99 % must not be."""
 ERRORS_ALLOWED = 0.001
@@ -164,6 +170,49 @@ def health() -> list[Alert]:
     ]
 
 
+def processes() -> list[Alert]:
+    """What workers and the supervisor say of themselves."""
+    sent, took = (
+        f"sum by (model_name, engine) (rate(antiphon_kv_transfer_{part}_sum[10m]))"
+        for part in ("bytes", "seconds")
+    )
+    return [
+        Alert(
+            "AntiphonPoolDown",
+            "sum by (model_name, role) (antiphon_member_up) == 0",
+            "2m",
+            "critical",
+            "{{ $labels.model_name }}: no {{ $labels.role }} process runs",
+            "all of the pool's pods are gone, or each life dies while it starts",
+        ),
+        Alert(
+            "AntiphonRestarting",
+            "sum by (model_name, worker) (increase(antiphon_member_restarts_total[30m])) > 3",
+            "5m",
+            "warning",
+            "{{ $labels.worker }} was started {{ $value | humanize }} times within half an hour",
+            "an error that comes back with every life: memory, a GPU, a node, or a request that kills it",
+        ),
+        Alert(
+            "AntiphonPagesLeaking",
+            "sum by (model_name, engine) (antiphon_kv_pages_held) > 0"
+            " and sum by (model_name, engine) (antiphon_worker_requests) == 0",
+            "10m",
+            "warning",
+            "{{ $labels.engine }} holds {{ $value | humanize }} KV pages for no request",
+            "a defect: pages that nobody gave back",
+        ),
+        Alert(
+            "AntiphonTransferFallback",
+            f"{sent} / {took} < @TRANSFER_BYTES_PER_SECOND@",
+            "10m",
+            "warning",
+            "KV leaves {{ $labels.engine }} at {{ $value | humanize }}B/s",
+            "UCX fell back to TCP without a word, or the network is saturated",
+        ),
+    ]
+
+
 def repairs() -> list[Alert]:
     """It works, because something is mended all the time."""
     return [
@@ -188,7 +237,12 @@ def repairs() -> list[Alert]:
     ]
 
 
-GROUPS = {"antiphon-objectives": objectives, "antiphon-health": health, "antiphon-repairs": repairs}
+GROUPS = {
+    "antiphon-objectives": objectives,
+    "antiphon-health": health,
+    "antiphon-processes": processes,
+    "antiphon-repairs": repairs,
+}
 
 
 def render() -> str:

@@ -1,13 +1,15 @@
 """The dashboards: which question each panel answers, and the expression that answers it.
 
-Every expression uses only metrics and labels that the code exports, which a test holds; ``GPU`` is the one
-exception: its metrics come from NVIDIA's dcgm-exporter, as listed in ``DCGM_METRICS``.
+Every expression uses only metrics and labels that the code exports, which a test holds. Panels about routers
+are here; those of the other processes are in ``process_panels.py``, those of GPUs in ``gpu_panels.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import gpu_panels
+import process_panels
 from grafana_foundation_sdk.builders import dashboard as builder
 from grafana_foundation_sdk.models.dashboard import VariableRefresh
 from panels import DATASOURCE, WINDOW, Panel, Query, density, lines, mean, number, quantiles, row
@@ -15,20 +17,6 @@ from panels import DATASOURCE, WINDOW, Panel, Query, density, lines, mean, numbe
 MODEL = 'model_name=~"$model"'
 STAGES = "antiphon_stage_duration_seconds"
 TTFT_STAGES = "tokenize|queue|retry|route|reserve|prefill_queue|prefill|transfer|first_decode"
-
-DCGM_METRICS = {
-    "DCGM_FI_DEV_GPU_UTIL": "share of time with a kernel running, %",
-    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": "share of cycles with tensor cores active, 0-1",
-    "DCGM_FI_PROF_DRAM_ACTIVE": "share of cycles with device memory active, 0-1",
-    "DCGM_FI_DEV_FB_USED": "memory in use, MiB",
-    "DCGM_FI_DEV_FB_FREE": "memory free, MiB",
-    "DCGM_FI_DEV_POWER_USAGE": "W",
-    "DCGM_FI_DEV_GPU_TEMP": "°C",
-    "DCGM_FI_DEV_XID_ERRORS": "code of the last error",
-    "DCGM_FI_PROF_PCIE_TX_BYTES": "bytes",
-    "DCGM_FI_PROF_PCIE_RX_BYTES": "bytes",
-}
-"""Metrics of dcgm-exporter's default set that the GPU dashboard shows; labels ``Hostname`` and ``gpu``."""
 
 
 def rate(metric: str, *, by: str = "", more: str = "") -> str:
@@ -117,6 +105,7 @@ def overview() -> list[Panel | builder.Row]:
             "s",
             *quantiles("antiphon_e2e_request_latency_seconds", MODEL, 0.5, 0.99),
         ),
+        *process_panels.members(),
     ]
 
 
@@ -175,6 +164,7 @@ def balance() -> list[Panel | builder.Row]:
             "reqps",
             Query(rate("antiphon_disagg_decisions_total", by="decision, reason"), "{{decision}}: {{reason}}"),
         ),
+        *process_panels.pools(),
     ]
 
 
@@ -218,6 +208,7 @@ def transfer() -> list[Panel | builder.Row]:
             "none",
             Query(f"antiphon_ready_pairs{{{MODEL}}}", "{{instance}}"),
         ),
+        *process_panels.transfers(),
     ]
 
 
@@ -254,6 +245,7 @@ def anatomy() -> list[Panel | builder.Row]:
         density("Inter-token latency", "All tokens.", "antiphon_inter_token_latency_seconds", MODEL),
         density("Prompt tokens", "Per choice.", "antiphon_request_prompt_tokens", MODEL, unit="short"),
         density("Generated tokens", "Per choice.", "antiphon_request_generation_tokens", MODEL, unit="short"),
+        *process_panels.stages(),
     ]
 
 
@@ -282,6 +274,12 @@ def errors() -> list[Panel | builder.Row]:
             "Requests per second refused at the door.",
             "reqps",
             Query(rate("antiphon_rejections_total", by="reason"), "{{reason}}"),
+        ),
+        lines(
+            "Time to turn away",
+            "From the arrival of a request to its 429 or 503: overload must be said at once.",
+            "s",
+            *quantiles("antiphon_refusal_seconds", MODEL, 0.5, 0.95),
         ),
         lines(
             "Clients gone",
@@ -314,52 +312,7 @@ def errors() -> list[Panel | builder.Row]:
             "ops",
             Query(rate("antiphon_dropped_tools_total", by="type"), "{{type}}"),
         ),
-    ]
-
-
-def gpu() -> list[Panel | builder.Row]:
-    """What do the GPUs do?"""
-
-    def each(expression: str) -> Query:
-        return Query(expression, "{{Hostname}} GPU {{gpu}}")
-
-    def dcgm(metric: str) -> str:
-        return f"max by (Hostname, gpu) ({metric})"
-
-    used, free = dcgm("DCGM_FI_DEV_FB_USED"), dcgm("DCGM_FI_DEV_FB_FREE")
-    return [
-        lines("Kernel running", "Share of time.", "percent", each(dcgm("DCGM_FI_DEV_GPU_UTIL")), maximum=100),
-        lines(
-            "Tensor cores active",
-            "Share of cycles; prefill lives here.",
-            "percentunit",
-            each(dcgm("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE")),
-        ),
-        lines(
-            "Device memory active",
-            "Share of cycles; decode lives here.",
-            "percentunit",
-            each(dcgm("DCGM_FI_PROF_DRAM_ACTIVE")),
-        ),
-        lines(
-            "Memory in use",
-            "Of what there is.",
-            "percentunit",
-            each(f"{used} / ({used} + {free})"),
-            maximum=1,
-        ),
-        lines("Power", "", "watt", each(dcgm("DCGM_FI_DEV_POWER_USAGE"))),
-        lines("Temperature", "", "celsius", each(dcgm("DCGM_FI_DEV_GPU_TEMP"))),
-        lines(
-            "PCIe",
-            "Bytes per second, both ways. KV that goes through the host shows here.",
-            "Bps",
-            each(
-                f"sum by (Hostname, gpu) (rate(DCGM_FI_PROF_PCIE_TX_BYTES[{WINDOW}]))"
-                f" + sum by (Hostname, gpu) (rate(DCGM_FI_PROF_PCIE_RX_BYTES[{WINDOW}]))"
-            ),
-        ),
-        lines("Last error", "Code of the last XID error.", "none", each(dcgm("DCGM_FI_DEV_XID_ERRORS"))),
+        *process_panels.ends(),
     ]
 
 
@@ -369,7 +322,7 @@ DASHBOARDS: dict[str, tuple[str, Callable[[], list[Panel | builder.Row]]]] = {
     "kv-transfer": ("Antiphon: KV transfer", transfer),
     "latency-anatomy": ("Antiphon: latency anatomy", anatomy),
     "errors-and-repairs": ("Antiphon: errors and repairs", errors),
-    "gpu": ("Antiphon: GPUs", gpu),
+    "gpu": ("Antiphon: GPUs", gpu_panels.gpu),
 }
 """File name -> title and panels."""
 

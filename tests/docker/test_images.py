@@ -181,8 +181,18 @@ def test_compose_runs_a_deployment_that_is_scraped(compose: dict[str, Any]) -> N
     assert compose["services"]["antiphon"]["ports"] == [f"127.0.0.1:8000:{config.router.port}"]
     assert config.router.host == "0.0.0.0"
     prometheus = yaml.safe_load((DOCKER / "prometheus/prometheus.yaml").read_text())
-    (job,) = prometheus["scrape_configs"]
-    assert job["static_configs"] == [{"targets": [f"antiphon:{config.router.port}"]}]
+    first = config.metrics.worker_port
+    workers = config.prefill.replicas + config.decode.replicas
+    ports = {
+        "antiphon-router": [config.router.port],
+        "antiphon-supervisor": [config.metrics.supervisor_port],
+        "antiphon-workers": list(range(first, first + workers)),
+    }
+    assert config.metrics.host == "0.0.0.0"
+    scraped = {job["job_name"]: job["static_configs"] for job in prometheus["scrape_configs"]}
+    assert scraped == {
+        job: [{"targets": [f"antiphon:{port}" for port in found]}] for job, found in ports.items()
+    }
     for file in prometheus["rule_files"]:
         assert (DOCKER / "prometheus" / file).is_file()
     grace_s = int(compose["services"]["antiphon"]["stop_grace_period"].removesuffix("s"))

@@ -54,6 +54,22 @@ def answers(failed_of_1000: int) -> Series:
     }
 
 
+def held(pages: int, requests: int) -> Series:
+    labels = f'{M}, engine="decode-0", role="decode"'
+    return {
+        f"antiphon_kv_pages_held{{{labels}}}": f"{pages}x30",
+        f"antiphon_worker_requests{{{labels}}}": f"{requests}x30",
+    }
+
+
+def sent(bytes_per_minute: float, busy_s: float) -> Series:
+    labels = f'{M}, engine="prefill-0", role="prefill"'
+    return {
+        f"antiphon_kv_transfer_bytes_sum{{{labels}}}": f"0+{bytes_per_minute}x60",
+        f"antiphon_kv_transfer_seconds_sum{{{labels}}}": f"0+{busy_s}x60",
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """Series that fire an alert at ``minute`` with these labels, and series that must not."""
@@ -133,6 +149,34 @@ CASES = (
         },
         75,
         MODEL,
+    ),
+    Case(
+        "AntiphonPoolDown",
+        {f'antiphon_member_up{{{M}, role="decode", worker="decode-{i}"}}': "0x20" for i in (0, 1)},
+        {f'antiphon_member_up{{{M}, role="decode", worker="decode-{i}"}}': f"{i}x20" for i in (0, 1)},
+        4,
+        {"model_name": "m", "role": "decode"},
+    ),
+    Case(
+        "AntiphonRestarting",
+        {f'antiphon_member_restarts_total{{{M}, role="decode", worker="decode-0"}}': "0+1x60"},
+        {f'antiphon_member_restarts_total{{{M}, role="decode", worker="decode-0"}}': "0 0 1x60"},
+        40,
+        {"model_name": "m", "worker": "decode-0"},
+    ),
+    Case(
+        "AntiphonPagesLeaking",
+        held(pages=7, requests=0),
+        held(pages=7, requests=1),
+        15,
+        {"model_name": "m", "engine": "decode-0"},
+    ),
+    Case(
+        "AntiphonTransferFallback",
+        sent(bytes_per_minute=1_000_000, busy_s=10),
+        sent(bytes_per_minute=1_000_000, busy_s=0.1),
+        25,
+        {"model_name": "m", "engine": "prefill-0"},
     ),
     # 10 % above the objective burns the budget six times too fast, but not fourteen times.
     Case("AntiphonTtftBudgetFastBurn", within(TTFT, "2.0", 80), within(TTFT, "2.0", 90), 70, MODEL),

@@ -1,7 +1,7 @@
-"""A real Prometheus scrapes a router's real metrics, and every expression gives numbers that move.
+"""A real Prometheus scrapes the real metrics of one process of each role, and every expression moves.
 
-The metrics are those that ``RouterMetrics`` declares, each with every label, moved by the test instead of by
-load, so that errors and retries move as well.
+The metrics are those that the code declares, each with every label, moved by the test instead of by load, so
+that what is rare in life moves as well; ``tests/e2e/test_prometheus.py`` scrapes a deployment under load.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from pathlib import Path
 import promql_parser
 import pytest
 import yaml
-from moving_metrics import turn
+from moving_metrics import MovingProcesses
 from rendered_chart import CHART, ROOT
-
-from antiphon.router.metrics import RouterMetrics
 
 PROMETHEUS = shutil.which("prometheus")
 
@@ -44,7 +42,7 @@ WINDOW = "3s"
 
 def dcgm(turns: int, chance: random.Random) -> str:
     """What dcgm-exporter would say of one GPU."""
-    text = (ROOT / "helm/monitoring/dashboards.py").read_text()
+    text = (ROOT / "helm/monitoring/gpu_panels.py").read_text()
     names = set(re.findall(r"DCGM_FI_\w+", text))
     labels = 'gpu="0", Hostname="node"'
     return "".join(
@@ -56,16 +54,18 @@ def dcgm(turns: int, chance: random.Random) -> str:
 @pytest.fixture(scope="module")
 def target() -> Iterator[str]:
     """A page of metrics that moves with every scrape; yields its host and port."""
-    metrics, chance, turns = RouterMetrics("m"), random.Random(0), itertools.count()
+    chance, turns = random.Random(0), itertools.count()
+    moving, lock = MovingProcesses(chance), threading.Lock()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            turn(metrics, chance)
+            process = self.path.strip("/")
+            with lock:
+                text = dcgm(next(turns), chance) if process == "dcgm" else moving.page(process)
             self.send_response(200)
             self.send_header("content-type", "text/plain; version=0.0.4")
             self.end_headers()
-            text = metrics.exposition()[0].decode().removesuffix("# EOF\n")
-            self.wfile.write((text + dcgm(next(turns), chance)).encode())
+            self.wfile.write(text.encode())
 
         def log_message(self, format: str, *args: object) -> None:
             """Nothing."""
@@ -86,7 +86,10 @@ def prometheus(target: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    jobs = [{"job_name": "antiphon-router", "static_configs": [{"targets": [target]}]}]
+    jobs = [
+        {"job_name": process, "metrics_path": f"/{process}", "static_configs": [{"targets": [target]}]}
+        for process in ("router", "prefill", "decode", "supervisor", "dcgm")
+    ]
     settings = {"scrape_interval": f"{SCRAPE_S * 1000:.0f}ms", "scrape_timeout": f"{SCRAPE_S * 1000:.0f}ms"}
     rules = [str(ROOT / "docker/prometheus/alerts.yaml")]
     document = {"global": settings, "scrape_configs": jobs, "rule_files": rules}
@@ -179,6 +182,7 @@ def test_the_rules_are_loaded(prometheus: str) -> None:
     assert {group["name"] for group in groups} == {
         "antiphon-objectives",
         "antiphon-health",
+        "antiphon-processes",
         "antiphon-repairs",
     }
     assert Path(groups[0]["file"]).name == "alerts.yaml"

@@ -105,6 +105,12 @@ true
 {{- end -}}
 {{- end -}}
 
+{{/* Bytes per second below which KV moves too slowly for the path that was asked for. */}}
+{{- define "antiphon.leastTransferRate" -}}
+{{- $least := dict "cuda_ipc" "5e+09" "rdma" "2e+09" "tcp" "1e+06" -}}
+{{- default (get $least .Values.transfer.path) .Values.metrics.rules.transferBytesPerSecond -}}
+{{- end -}}
+
 {{/* GPUs that one worker of a pool needs. */}}
 {{- define "antiphon.gpusPerWorker" -}}
 {{- ternary (int .tensorParallel) 0 (eq .device "cuda") -}}
