@@ -163,7 +163,7 @@ def choose_tokens(
         id is the best; a NaN counts as highest. A token of weight zero is never drawn.
     """
     rows, vocabulary = logits.shape
-    parts = max(4, min(64, triton.next_power_of_2(512 // rows + 1) // 2))
+    parts = max(16, min(64, triton.next_power_of_2(512 // rows + 1) // 2))
     block = math.gcd(vocabulary, 1024)
     blocks = vocabulary // block
     launch: dict[str, Any] = {"PARTS": parts, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}

@@ -153,7 +153,6 @@ class HopperExpertLayers:
             )
             normed = moe_add_rms_norm(
                 *(routing, self._streamed[layer], self._workspace, x, following_norm, config.rms_norm_eps),
-                next_weights=following_weights,
             )
             return x, normed
         normed = rms_norm(x, norm, config.rms_norm_eps) if normed is None else normed

@@ -96,7 +96,7 @@ class CudaTransformer:
                 raise ValueError(f"the Hopper kernels cannot run this model: {reason}")
             skinny.LIBRARY.load()
             moe_build.LIBRARY.load()
-        tensors = _collect(parameters, self.device, skip_unembedding=not with_unembedding)
+        tensors = collect_parameters(parameters, self.device, skip_unembedding=not with_unembedding)
         self._embedding = tensors.pop("embedding.weight")
         self._norm = tensors.pop("norm.scale").bfloat16()
         self._unembedding = tensors.pop("unembedding.weight") if with_unembedding else None
@@ -106,8 +106,8 @@ class CudaTransformer:
         )
         self._layers = []
         for layer in range(config.num_hidden_layers):
-            self._layers.append(_layer_weights(tensors, layer))
-            self._experts.add_layer(_layer_experts(tensors, layer))
+            self._layers.append(layer_weights(tensors, layer))
+            self._experts.add_layer(layer_experts(tensors, layer))
         if tensors:
             raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
         inv_freq, concentration = reference.yarn_inv_freq(
@@ -190,7 +190,6 @@ class CudaTransformer:
                 *(normed, weights.qkv_weight, weights.qkv_bias, positions, sequences.slot),
                 *(self._rotation, kv_layer, query),
                 pdl=True,
-                next_weights=weights.out_weight,
             )
         else:
             qkv = torch.nn.functional.linear(normed, weights.qkv_weight, weights.qkv_bias)
@@ -251,9 +250,14 @@ def _choose_road(config: GptOssConfig, device: torch.device) -> Road:
     return Road.HOPPER if hopper_obstacle(config, device) is None else Road.PORTABLE
 
 
-def _collect(
+def collect_parameters(
     parameters: Iterable[tuple[str, Tensor]], device: torch.device, skip_unembedding: bool
 ) -> dict[str, Tensor]:
+    """Tensors by name on a device, in bf16 but for what is packed.
+
+    Raises:
+        CheckpointError: one is given twice.
+    """
     tensors: dict[str, Tensor] = {}
     for name, tensor in parameters:
         if skip_unembedding and name == "unembedding.weight":
@@ -273,7 +277,12 @@ def _take(tensors: dict[str, Tensor], layer: int, name: str) -> Tensor:
         raise CheckpointError(f"{full}: not given") from None
 
 
-def _layer_weights(tensors: dict[str, Tensor], layer: int) -> LayerWeights:
+def layer_weights(tensors: dict[str, Tensor], layer: int) -> LayerWeights:
+    """One layer's, taken out of ``tensors``.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
     take = partial(_take, tensors, layer)
     return LayerWeights(
         attn_norm=take("attn.norm.scale"),
@@ -286,7 +295,12 @@ def _layer_weights(tensors: dict[str, Tensor], layer: int) -> LayerWeights:
     )
 
 
-def _layer_experts(tensors: dict[str, Tensor], layer: int) -> CheckpointExperts:
+def layer_experts(tensors: dict[str, Tensor], layer: int) -> CheckpointExperts:
+    """One layer's, taken out of ``tensors``.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
     take = partial(_take, tensors, layer)
     return CheckpointExperts(
         gate_weight=take("mlp.gate.weight"),

@@ -22,6 +22,8 @@ from torch import Tensor
 from antiphon.kernels.reference import PagedSequences
 
 LOG2E = 1.4426950408889634
+_PREFETCHED_PAGES = 4
+"""Of a split: of eight sequences of 8,192 tokens 21 MB, which L2 holds beside the weights."""
 
 
 @triton.jit
@@ -88,6 +90,15 @@ def _attend_page_masked(
 
 
 @triton.jit
+def _prefetch_page(kv_base, page, page_stride, PAGE: tl.constexpr, DIM: tl.constexpr):
+    """Have L2 fetch a page's keys and values of one head; a line of 128 bytes is a token."""
+    line = (kv_base + page.to(tl.int64) * page_stride + tl.arange(0, 2 * PAGE) * DIM).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _load_query(q_ptr, b, g, sm_scale_log2, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
     rows = tl.arange(0, 16)
     at = (b * HEADS + g * GROUP + rows)[:, None] * DIM + tl.arange(0, DIM)[None, :]
@@ -116,29 +127,34 @@ def _decode_full(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
+    PREFETCHED: tl.constexpr,
 ):
     b = tl.program_id(0)
     g = tl.program_id(1)
     split = tl.program_id(2)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     length = tl.load(len_ptr + b)
-    query, at, rows = _load_query(q_ptr, b, g, sm_scale_log2, HEADS, GROUP, DIM)
-    sink = (
-        tl.load(sink_ptr + g * GROUP + rows, mask=rows < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
-    )
     pages = tl.cdiv(length, PAGE)
     per_split = tl.cdiv(pages, SPLITS)
     first = tl.minimum(split * per_split, pages)
     last = tl.minimum(first + per_split, pages)
+    kv_base = kv_ptr + g * 2 * PAGE * DIM
+    table_row = table_ptr + b * table_stride
+    if PDL:
+        if SPLITS > 1:
+            # All keys but the last were there before the launch ahead: the first pages come while it runs.
+            for i in range(first, tl.minimum(last, first + PREFETCHED)):
+                _prefetch_page(kv_base, tl.load(table_row + i), page_stride, PAGE, DIM)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    query, at, rows = _load_query(q_ptr, b, g, sm_scale_log2, HEADS, GROUP, DIM)
+    sink = (
+        tl.load(sink_ptr + g * GROUP + rows, mask=rows < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+    )
     whole = tl.maximum(first, tl.minimum(last, length // PAGE))
     has_sink = split == 0
     m = tl.where(has_sink, sink, -1.0e30)
     total = tl.where(has_sink, 1.0, 0.0) + tl.zeros([16], tl.float32)
     acc = tl.zeros([16, DIM], tl.float32)
-    kv_base = kv_ptr + g * 2 * PAGE * DIM
-    table_row = table_ptr + b * table_stride
     m, total, acc = _attend_pages(
         query, kv_base, table_row, first, whole, m, total, acc, page_stride, PAGE, DIM, STAGES
     )
@@ -205,21 +221,25 @@ def _decode_sliding(
 ):
     b = tl.program_id(0)
     g = tl.program_id(1)
+    length = tl.load(len_ptr + b)
+    kv_base = kv_ptr + g * 2 * PAGE * DIM
+    table_row = table_ptr + b * table_stride
+    first_key = tl.maximum(length - WINDOW, 0)
+    first_page = first_key // PAGE
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        # All keys but the last were there before the launch ahead: they are on their way while it runs.
+        for j in tl.static_range(WINDOW // PAGE + 1):
+            if (first_page + j) * PAGE < length:
+                _prefetch_page(kv_base, tl.load(table_row + first_page + j), page_stride, PAGE, DIM)
         tl.extra.cuda.gdc_wait()
-    length = tl.load(len_ptr + b)
     query, at, rows = _load_query(q_ptr, b, g, sm_scale_log2, HEADS, GROUP, DIM)
     sink = (
         tl.load(sink_ptr + g * GROUP + rows, mask=rows < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
     )
-    first_key = tl.maximum(length - WINDOW, 0)
     m = sink
     total = tl.full([16], 1.0, tl.float32)
     acc = tl.zeros([16, DIM], tl.float32)
-    kv_base = kv_ptr + g * 2 * PAGE * DIM
-    table_row = table_ptr + b * table_stride
-    first_page = first_key // PAGE
     for j in tl.static_range(WINDOW // PAGE + 1):
         if (first_page + j) * PAGE < length:
             m, total, acc = _attend_page_masked(
@@ -301,6 +321,7 @@ class DecodeAttention:
             SPLITS=self.splits,
             STAGES=7 if self.splits == 1 else 5,
             PDL=self.pdl,
+            PREFETCHED=_PREFETCHED_PAGES,
             num_warps=1,
             **self._launch_options(),
         )

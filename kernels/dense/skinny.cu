@@ -253,8 +253,9 @@ int start(const Args& a, int grid, int pdl, void* stream) {
   if (a.tokens < 1 || a.tokens > S::kTokens || a.rows % kTileRows != 0) return cudaErrorInvalidValue;
   const cudaError_t prepared = prepare(project<S, EPILOGUE>, S::kSharedBytes);
   if (prepared != cudaSuccess) return prepared;
-  const int tiles = a.rows / kTileRows;
-  return launch(project<S, EPILOGUE>, dim3(grid < tiles ? grid : tiles), dim3(S::kThreads), S::kSharedBytes,
+  // No more blocks than shorten the longest run of tiles.
+  const int tiles = a.rows / kTileRows, most = (tiles + grid - 1) / grid;
+  return launch(project<S, EPILOGUE>, dim3((tiles + most - 1) / most), dim3(S::kThreads), S::kSharedBytes,
                 static_cast<cudaStream_t>(stream), pdl != 0, a);
 }
 

@@ -129,11 +129,11 @@ __device__ __forceinline__ __nv_bfloat16 load_fresh(const __nv_bfloat16* from) {
   return __ushort_as_bfloat16(bits);
 }
 
-// One more arrival at a counter that blocks of this launch wait for; what this thread has written, or seen written
-// before a barrier, is visible to whoever sees the count.
-__device__ __forceinline__ void count_up(int* counter) {
+// Adds to a counter that blocks of this launch wait for; what this thread has written, or seen written before a
+// barrier, is visible to whoever sees the count. The fence takes about as long as a round trip to memory.
+__device__ __forceinline__ void count_up(int* counter, int by) {
   __threadfence();
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(by) : "memory");
 }
 __device__ __forceinline__ void wait_for_count(const int* counter, int count) {
   int seen;

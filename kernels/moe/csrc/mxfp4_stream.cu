@@ -20,7 +20,8 @@ namespace antiphon::stream {
 namespace {
 
 // The items of this block in each projection: runs of neighbours, so that it changes its token tile rarely. The runs
-// of the second even out what rounding left unequal in the first.
+// of the second even out what rounding left unequal in the first. Blocks are left idle where the others would not get
+// more work for it: the last items of a few would otherwise be waited for by all.
 struct Work {
   int first, count;
 };
@@ -28,15 +29,18 @@ struct Schedule {
   Work gate_up, down;
 };
 
-__device__ __forceinline__ int share(long long items, int block) {
-  return static_cast<int>(items * block / gridDim.x);
+__device__ __forceinline__ int share(long long items, int block, int blocks) {
+  return static_cast<int>(items * block / blocks);
 }
 
 __device__ __forceinline__ Schedule schedule(const Arguments& a, int tiles) {
   const int all = tiles * a.gate_up.row_tiles, down = tiles * a.down.row_tiles, block = blockIdx.x;
-  const int first = share(all, block), end = share(all, block + 1);
-  const int down_first = min(max(share(all + down, block) - first, 0), down);
-  const int down_end = block + 1 == gridDim.x ? down : min(max(share(all + down, block + 1) - end, 0), down);
+  if (all == 0) return {{0, 0}, {0, 0}};
+  const int grid = gridDim.x, most = (all + down + grid - 1) / grid, blocks = (all + down + most - 1) / most;
+  if (block >= blocks) return {{0, 0}, {0, 0}};
+  const int first = share(all, block, blocks), end = share(all, block + 1, blocks);
+  const int down_first = min(max(share(all + down, block, blocks) - first, 0), down);
+  const int down_end = block + 1 == blocks ? down : min(max(share(all + down, block + 1, blocks) - end, 0), down);
   return {{first, end - first}, {down_first, max(down_end - down_first, 0)}};
 }
 
@@ -145,7 +149,7 @@ __device__ __forceinline__ void consume(const Arguments& a, const Work& work, co
   constexpr int kGroupStages = kStages / G::kGroups;
   const int row_tiles = GATED ? a.gate_up.row_tiles : a.down.row_tiles;
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, g = lane / 4;
-  int loaded = -1;
+  int loaded = -1, stored = 0;
   for (int i = 0; i < work.count; ++i, ++at.done) {
     const int index = work.first + i, tile = index / row_tiles, row_tile = index % row_tiles;
     if (tile != loaded) {
@@ -175,8 +179,16 @@ __device__ __forceinline__ void consume(const Arguments& a, const Work& work, co
     float sum[G::kWidth / 8][4];
     add_parts<TOKENS>(acc, sum);
     const bool before = at.done >= G::kReduceBuffers, again = at.done + G::kReduceBuffers < at.items;
-    if (reduce_groups<TOKENS>(sum, reduce, group, at.done % G::kReduceBuffers, before, again))
-      epilogue.store(a, sum, tile, row_tile);
+    if (!reduce_groups<TOKENS>(sum, reduce, group, at.done % G::kReduceBuffers, before, again)) continue;
+    epilogue.store(a, sum, tile, row_tile);
+    if constexpr (GATED) {
+      // Told once for all row tiles of a token tile, since telling is slow, and nobody wants less than all of them.
+      ++stored;
+      if (i + 1 < work.count && (index + 1) % row_tiles != 0) continue;
+      __syncwarp();
+      if (lane == 0) count_up(a.ready + tile, stored);
+      stored = 0;
+    }
   }
 }
 

@@ -68,6 +68,30 @@ __device__ int place_experts(const Grouping& g, Scratch& scratch) {
   return __shfl_sync(0xFFFFFFFFu, tile_end, 31);
 }
 
+// The same sort for at most 32 pairs, by one warp that holds one each; expert < 0: not ours. Comparing each with each
+// takes no barrier.
+__device__ void group_few(const Grouping& g, int expert) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t peers = __match_any_sync(0xFFFFFFFFu, expert);
+  const int rank = __popc(peers & ((1u << lane) - 1));
+  const bool leads = expert >= 0 && rank % g.token_tile == 0;
+  const uint32_t leaders = __ballot_sync(0xFFFFFFFFu, leads);
+  int slot = 0, tile = 0;  // pairs, and first pairs of tiles, in front of this one
+#pragma unroll
+  for (int other = 0; other < 32; ++other) {
+    const int theirs = __shfl_sync(0xFFFFFFFFu, expert, other);
+    const bool in_front = theirs >= 0 && (theirs < expert || (theirs == expert && other < lane));
+    slot += in_front ? 1 : 0;
+    tile += in_front && (leaders >> other & 1u) != 0 ? 1 : 0;
+  }
+  if (expert >= 0) g.order[slot] = lane;
+  if (leads) {
+    g.tiles[tile] = make_int4(expert, slot, min(g.token_tile, __popc(peers) - rank), 0);
+    g.ready[tile] = 0;
+  }
+  if (lane == 0) *g.tile_count = __popc(leaders);
+}
+
 // A stable counting sort by expert. Called by a whole block, after scratch.expert is written and synchronised.
 __device__ void group_pairs(const Grouping& g, int pairs, Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -194,16 +218,16 @@ struct RouteArguments {
 };
 
 // True in every thread of the block that arrives last of `arrivals`; the others' writes are then visible. Resets
-// the ticket.
+// the ticket. One thread's fence covers what the block wrote before the barrier.
 __device__ bool arrive_last(uint32_t* ticket, uint32_t arrivals, bool& flag) {
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();
     flag = atomicAdd(ticket, 1) == arrivals - 1;
     if (flag) *ticket = 0;
+    __threadfence();
   }
   __syncthreads();
-  if (flag) __threadfence();
   return flag;
 }
 
@@ -332,7 +356,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = threadIdx.x; i < a.tokens * 4; i += kThreads) scratch.expert[i] = local_expert(g, __ldcg(a.ids + i));
   }
   __syncthreads();
-  group_pairs(g, a.tokens * 4, scratch);
+  if (a.tokens <= 8) {
+    if (warp == 0) group_few(g, lane < a.tokens * 4 ? scratch.expert[lane] : -1);
+  } else {
+    group_pairs(g, a.tokens * 4, scratch);
+  }
 }
 
 }  // namespace

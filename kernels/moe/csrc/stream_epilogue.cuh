@@ -127,10 +127,6 @@ struct Epilogue {
         }
       }
     }
-    if constexpr (GATED) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) count_up(a.ready + tile);
-    }
   }
 };
 

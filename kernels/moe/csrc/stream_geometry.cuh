@@ -49,7 +49,7 @@ struct Arguments {
   const int4* tiles;      // {local expert, first slot, slots, unused}
   const int* tile_count;
   int max_tiles;
-  int* ready;                        // [tiles], zero: warps that have stored a row tile of the hidden state
+  int* ready;                        // [tiles], zero: row tiles of the hidden state that are stored, times 4 warps
   uint8_t* hidden;                   // [tiles, ActivationTile::kBytes]
   const __nv_bfloat16* pair_weight;  // [pairs]
   float* partial;                    // [pairs, kDim]

@@ -279,6 +279,13 @@ inline int __reduce_min_sync(uint32_t, int value) {
   for (int i = 0; i < 32; ++i) value = min(value, all[i]);
   return value;
 }
+inline uint32_t __ballot_sync(uint32_t, bool value) {
+  int all[32];
+  antiphon::on_host::exchange(value ? 1 : 0, all);
+  uint32_t votes = 0;
+  for (int i = 0; i < 32; ++i) votes |= static_cast<uint32_t>(all[i]) << i;
+  return votes;
+}
 inline uint32_t __match_any_sync(uint32_t, int value) {
   int all[32];
   antiphon::on_host::exchange(value, all);
@@ -367,7 +374,7 @@ inline void fence_async_proxy() {}
 inline void fence_async_global() {}
 inline uint4 load_fresh(const uint4* from) { return *from; }
 inline __nv_bfloat16 load_fresh(const __nv_bfloat16* from) { return *from; }
-inline void count_up(int* counter) { __atomic_fetch_add(counter, 1, __ATOMIC_SEQ_CST); }
+inline void count_up(int* counter, int by) { __atomic_fetch_add(counter, by, __ATOMIC_SEQ_CST); }
 inline void wait_for_count(const int* counter, int count) {
   on_host::wait_until([=] { return __atomic_load_n(counter, __ATOMIC_SEQ_CST) >= count; });
 }
