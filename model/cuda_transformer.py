@@ -251,9 +251,12 @@ def _choose_road(config: GptOssConfig, device: torch.device) -> Road:
 
 
 def collect_parameters(
-    parameters: Iterable[tuple[str, Tensor]], device: torch.device, skip_unembedding: bool
+    parameters: Iterable[tuple[str, Tensor]],
+    device: torch.device,
+    skip_unembedding: bool,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Tensor]:
-    """Tensors by name on a device, in bf16 but for what is packed.
+    """Tensors by name on a device, in ``dtype`` but for what is packed.
 
     Raises:
         CheckpointError: one is given twice.
@@ -264,8 +267,8 @@ def collect_parameters(
             continue
         if name in tensors:
             raise CheckpointError(f"{name}: given twice")
-        dtype = tensor.dtype if tensor.dtype is torch.uint8 else torch.bfloat16
-        tensors[name] = tensor.to(device, dtype).contiguous()
+        held = tensor.dtype if tensor.dtype is torch.uint8 else dtype
+        tensors[name] = tensor.to(device, held).contiguous()
     return tensors
 
 

@@ -59,11 +59,11 @@ Forward = Callable[..., Tensor]
 class OneSequence:
     """Paged KV of one sequence whose pages lie in a shuffled order, and the batches that fill it."""
 
-    def __init__(self, model: Transformer | ParallelTransformer, capacity: int, page_size: int) -> None:
+    def __init__(self, model: Any, capacity: int, page_size: int) -> None:
         config = model.config
         pages = -(-capacity // page_size)
         heads = config.num_key_value_heads
-        if isinstance(model, ParallelTransformer):
+        if not isinstance(model, Transformer):  # one rank of several
             heads = len(model.shape.kv_heads)
         shape = (pages, heads, 2, page_size, config.head_dim)
         self._layers = [torch.zeros(shape, dtype=model.dtype) for _ in range(config.num_hidden_layers)]

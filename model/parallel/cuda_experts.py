@@ -1,0 +1,118 @@
+"""What one rank's experts add to the residual stream on a GPU, before the sum over ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels import portable_moe
+from antiphon.kernels.moe import build as moe_build
+from antiphon.kernels.moe.decode import MAX_TOKENS, MoeWorkspace, moe_streamed, route_grouped
+from antiphon.kernels.moe.fp8_weights import Fp8Experts
+from antiphon.kernels.moe.mixed import MixedWorkspace, RowExponents, moe_mixed
+from antiphon.kernels.moe.prefill import Fp8Workspace, moe_fp8
+from antiphon.kernels.moe.regime import streams_4_bit
+from antiphon.kernels.moe.streamed import StreamedExperts
+from antiphon.kernels.router import route
+from antiphon.model.config import GptOssConfig
+from antiphon.model.cuda_experts import CheckpointExperts
+
+
+class RankExperts(Protocol):
+    """All layers' routers, whole, and this rank's part of their experts."""
+
+    road: str
+
+    def add_layer(self, experts: CheckpointExperts) -> None:
+        """Take the next layer, in order; the checkpoint's form may be freed afterwards."""
+
+    def delta(self, layer: int, normed: Tensor) -> Tensor:
+        """[T, H] -> [T, H], the weighted sum over the chosen experts, as far as they are here."""
+
+
+class PortableRankExperts:
+    """Triton on MXFP4 weights as they are: experts split over ranks or dealt out whole, of any shape.
+
+    Args:
+        experts: the range of expert ids held here.
+    """
+
+    road = "portable"
+
+    def __init__(self, config: GptOssConfig, experts: range) -> None:
+        self._config = config
+        self._experts = experts
+        self._layers: list[CheckpointExperts] = []
+
+    def add_layer(self, experts: CheckpointExperts) -> None:
+        """See ``RankExperts``."""
+        self._layers.append(experts)
+
+    def delta(self, layer: int, normed: Tensor) -> Tensor:
+        """See ``RankExperts``."""
+        config, experts = self._config, self._layers[layer]
+        ids, weights = route(normed, experts.gate_weight, experts.gate_bias, config.experts_per_token)
+        if len(self._experts) < config.num_experts:
+            here = (ids >= self._experts.start) & (ids < self._experts.stop)
+            # Somebody must compute a pair, so one of another rank is computed by expert 0 and counts nothing.
+            ids, weights = torch.where(here, ids - self._experts.start, 0), weights.masked_fill(~here, 0.0)
+        return portable_moe.moe(
+            *(normed, ids, weights, experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias),
+            residual=torch.zeros_like(normed),
+            limit=config.swiglu_limit,
+        )
+
+
+class HopperRankExperts:
+    """The kernels made for GPT-OSS on sm_90, on experts dealt out whole; as ``HopperExpertLayers``.
+
+    Args:
+        experts: the range of expert ids held here.
+        resident_fp8: hold FP8 tiles beside the 4-bit weights and multiply long chunks by them.
+    """
+
+    def __init__(
+        self, config: GptOssConfig, experts: range, device: torch.device, resident_fp8: bool
+    ) -> None:
+        moe_build.LIBRARY.load()
+        self._config = config
+        self._range = config.num_experts, device, experts.start, len(experts)
+        self._resident_fp8 = resident_fp8
+        self.road = "Hopper, resident FP8" if resident_fp8 else "Hopper"
+        self._routers: list[tuple[Tensor, Tensor]] = []
+        self._streamed: list[StreamedExperts] = []
+        self._exponents: list[RowExponents] = []
+        self._fp8: list[Fp8Experts] = []
+        self._workspace = MoeWorkspace(MAX_TOKENS, *self._range)
+        self._mixed_workspace: MixedWorkspace | None = None
+        self._fp8_workspace: Fp8Workspace | None = None
+
+    def add_layer(self, experts: CheckpointExperts) -> None:
+        """See ``RankExperts``."""
+        matrices = (experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias)
+        self._routers.append((experts.gate_weight, experts.gate_bias))
+        self._streamed.append(StreamedExperts.from_checkpoint(*matrices))
+        if self._resident_fp8:
+            self._fp8.append(Fp8Experts.from_checkpoint(*matrices))
+        else:
+            self._exponents.append(RowExponents.from_checkpoint(experts.gate_up, experts.down))
+
+    def delta(self, layer: int, normed: Tensor) -> Tensor:
+        """See ``RankExperts``."""
+        tokens = normed.shape[0]
+        gate_weight, gate_bias = self._routers[layer]
+        if streams_4_bit(tokens, self._config.num_experts):
+            routing = route_grouped(normed, gate_weight, gate_bias, self._workspace)
+            return moe_streamed(routing, self._streamed[layer], self._workspace)
+        ids, weights = route(normed, gate_weight, gate_bias, self._config.experts_per_token)
+        if self._resident_fp8:
+            if self._fp8_workspace is None or self._fp8_workspace.max_tokens < tokens:
+                self._fp8_workspace = Fp8Workspace(tokens, *self._range)
+            return moe_fp8(normed, ids, weights, self._fp8[layer], self._fp8_workspace)
+        if self._mixed_workspace is None or self._mixed_workspace.max_tokens < tokens:
+            self._mixed_workspace = MixedWorkspace(tokens, *self._range)
+        return moe_mixed(
+            *(normed, ids, weights, self._streamed[layer], self._exponents[layer]), self._mixed_workspace
+        )

@@ -1,0 +1,246 @@
+"""The fast twin of ``model.parallel.transformer``: one rank of a GPT-OSS model on its GPU, in bf16.
+
+As there, each rank computes its heads' and its experts' part, and a sum over ranks follows each half of a
+layer. Here that sum, the residual and the norm behind it are one launch for the few rows of a decode step,
+over peer memory, and a library's all-reduce with a fused add and norm for more rows. Which one is decided by
+their number alone, so a decode step can be captured in a CUDA graph, by every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels import reference
+from antiphon.kernels.attention.decode import DecodeAttention
+from antiphon.kernels.attention.prefill import prefill_attention
+from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
+from antiphon.kernels.dense.rope import rope_and_write, rotation_table
+from antiphon.kernels.reference import PagedSequences
+from antiphon.model.config import GptOssConfig
+from antiphon.model.cuda_transformer import (
+    LayerWeights,
+    collect_parameters,
+    hopper_obstacle,
+    layer_experts,
+    layer_weights,
+)
+from antiphon.model.forward import ForwardBatch, KvLayers
+from antiphon.model.parallel.communicator import Communicator
+from antiphon.model.parallel.cuda_experts import HopperRankExperts, PortableRankExperts, RankExperts
+from antiphon.model.parallel.layout import ParallelLayout
+from antiphon.model.parallel.vocabulary import argmax_over_ranks, top_k_over_ranks
+from antiphon.protocol.errors import CheckpointError, ConfigError
+
+
+class RowReduce(Protocol):
+    """A sum over ranks with what follows it, for matrices of few rows; ``kernels.collectives.one_shot``."""
+
+    max_rows: int
+
+    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``residual += sum of x over ranks`` in place, then its RMSNorm, which is returned."""
+
+
+class CudaRankTransformer:
+    """One rank; implements ``model.parallel.commands.RankModel``.
+
+    Args:
+        config: the whole model's shape.
+        layout: how it is spread, and which rank this is.
+        communicator: of the ranks.
+        parameters: this rank's, as ``model.parallel.load.read_shard`` gives them.
+        device: this rank's.
+        row_reduce: for steps of few rows; absent, every sum takes the communicator.
+        with_unembedding: False leaves the output projection out (prefill workers never sample).
+        resident_fp8: where experts are dealt out whole on an H200, hold their FP8 form beside the 4-bit one.
+        dtype: bfloat16; float32 where Triton interprets its kernels.
+
+    Raises:
+        CheckpointError: a parameter is missing, surplus or given twice.
+        ConfigError: the model cannot be spread this way, or the communicator is another rank's.
+        KernelLibraryError: kernels for this shape were not built.
+    """
+
+    def __init__(
+        self,
+        config: GptOssConfig,
+        layout: ParallelLayout,
+        communicator: Communicator,
+        parameters: Iterable[tuple[str, Tensor]],
+        device: torch.device,
+        *,
+        row_reduce: RowReduce | None = None,
+        with_unembedding: bool = True,
+        resident_fp8: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        if (communicator.rank, communicator.size) != (layout.rank, layout.tensor_parallel):
+            raise ConfigError(
+                f"the layout is rank {layout.rank} of {layout.tensor_parallel}, "
+                f"the communicator rank {communicator.rank} of {communicator.size}"
+            )
+        self.config, self.layout, self.device = config, layout, device
+        self.dtype = dtype
+        self.shape = layout.shape(config)
+        self._communicator = communicator
+        self._row_reduce = row_reduce
+        tensors = collect_parameters(parameters, device, not with_unembedding, dtype)
+        self._embedding = tensors.pop("embedding.weight")
+        self._norm = tensors.pop("norm.scale")
+        self._unembedding = tensors.pop("unembedding.weight") if with_unembedding else None
+        self._experts = self._make_experts(resident_fp8)
+        self._layers: list[LayerWeights] = []
+        for layer in range(config.num_hidden_layers):
+            self._layers.append(layer_weights(tensors, layer))
+            self._experts.add_layer(layer_experts(tensors, layer))
+        if tensors:
+            raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
+        inv_freq, concentration = reference.yarn_inv_freq(
+            config.head_dim,
+            config.rope_theta,
+            config.rope_scaling_factor,
+            config.rope_original_context,
+            config.rope_beta_fast,
+            config.rope_beta_slow,
+        )
+        self._rotation = rotation_table(inv_freq.to(device), concentration, config.max_context_tokens)
+        self._decode_attention: dict[int, DecodeAttention] = {}
+
+    def _make_experts(self, resident_fp8: bool) -> RankExperts:
+        on_hopper = self.device.type == "cuda" and hopper_obstacle(self.config, self.device) is None
+        if on_hopper and self.layout.expert_parallel:
+            return HopperRankExperts(self.config, self.shape.experts, self.device, resident_fp8)
+        return PortableRankExperts(self.config, self.shape.experts)
+
+    @property
+    def road(self) -> str:
+        """Which kernels run, in words for the log."""
+        sums = "peer memory" if self._row_reduce is not None else "the communicator"
+        return f"{self.layout.name}, {self._experts.road} experts, sums of decode steps over {sums}"
+
+    @torch.no_grad()
+    def forward(
+        self, batch: ForwardBatch, kv: KvLayers, after_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Write this rank's KV, return final-norm hidden states [T, H]; ``after_layer(i)`` runs after it.
+
+        Without an output projection the last layer ends with its keys and values, and what is returned is of
+        no use.
+        """
+        x = self._communicator.all_reduce(self._embed(batch.token_ids))
+        normed = rms_norm(x, self._layers[0].attn_norm, self.config.rms_norm_eps)
+        for index, weights in enumerate(self._layers):
+            window = self.config.sliding_window if self.config.is_sliding(index) else None
+            sequences = batch.full if window is None else batch.sliding
+            mixed = self._attention(normed, weights, batch.positions, kv.layer(index), sequences, window)
+            if self._unembedding is None and index + 1 == len(self._layers):
+                # Nobody samples from this model, and the last layer's keys and values are in their pages.
+                if after_layer is not None:
+                    after_layer(index)
+                return normed
+            flat = mixed.view(x.shape[0], -1)
+            delta = torch.nn.functional.linear(flat, weights.out_weight, weights.out_bias)
+            normed = self._add_norm(delta, x, weights.mlp_norm)
+            following = self._layers[index + 1].attn_norm if index + 1 < len(self._layers) else self._norm
+            normed = self._add_norm(self._experts.delta(index, normed), x, following)
+            if after_layer is not None:
+                after_layer(index)
+        return normed
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, H] -> [M, V] float32, on every rank.
+
+        Raises:
+            RuntimeError: the model was built without its output projection.
+        """
+        parts = self._communicator.all_gather(self._local_logits(hidden))  # [ranks, M, V / ranks]
+        return parts.transpose(0, 1).reshape(hidden.shape[0], self.config.vocab_size)
+
+    @torch.no_grad()
+    def greedy(self, hidden: Tensor) -> Tensor:
+        """[M, H] -> [M] int64: the lowest id among the highest logits, without gathering the logits."""
+        return argmax_over_ranks(self._local_logits(hidden), self.shape.vocabulary.start, self._communicator)
+
+    @torch.no_grad()
+    def top_k(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """[M, H] -> the k best logits [M, k] float32 and their ids [M, k] int64; see ``top_k_over_ranks``."""
+        return top_k_over_ranks(
+            self._local_logits(hidden), self.shape.vocabulary.start, k, self._communicator
+        )
+
+    def facts(self) -> dict[str, object]:
+        """What all ranks must have in common, by name."""
+        return {
+            **asdict(self.config),
+            "tensor_parallel": self.layout.tensor_parallel,
+            "expert_parallel": self.layout.expert_parallel,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "with_unembedding": self._unembedding is not None,
+            "experts": self._experts.road,
+            "row_reduce_rows": 0 if self._row_reduce is None else self._row_reduce.max_rows,
+        }
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, H], zero where another rank holds the token."""
+        rows = self.shape.vocabulary
+        mine = (token_ids >= rows.start) & (token_ids < rows.stop)
+        x = torch.nn.functional.embedding(torch.where(mine, token_ids - rows.start, 0), self._embedding)
+        return x.masked_fill_(~mine[:, None], 0.0)
+
+    def _add_norm(self, delta: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """``x += sum of delta over ranks`` in place, and its norm."""
+        eps = self.config.rms_norm_eps
+        if self._row_reduce is not None and x.shape[0] <= self._row_reduce.max_rows:
+            return self._row_reduce.add_norm_(delta, x, weight, eps)
+        return add_rms_norm_(self._communicator.all_reduce(delta), x, weight, eps)
+
+    def _attention(
+        self,
+        normed: Tensor,
+        weights: LayerWeights,
+        positions: Tensor,
+        kv_layer: Tensor,
+        sequences: PagedSequences,
+        window: int | None,
+    ) -> Tensor:
+        """QKV, rotation, page write, attention of this rank's heads. normed [T, H] -> [T, Q / ranks, D]."""
+        tokens, heads, dim = normed.shape[0], len(self.shape.heads), self.config.head_dim
+        query = torch.empty(tokens, heads, dim, dtype=normed.dtype, device=normed.device)
+        qkv = torch.nn.functional.linear(normed, weights.qkv_weight, weights.qkv_bias)
+        rope_and_write(qkv, positions, sequences.slot, self._rotation, kv_layer, heads, query)
+        scale = dim**-0.5
+        sequence_count = sequences.kv_len.shape[0]
+        if tokens != sequence_count:
+            longest = tokens - sequence_count + 1  # every sequence has at least one query token
+            return prefill_attention(query, kv_layer, sequences, weights.sinks, window, scale, longest)
+        kernel = self._decode_kernel(tokens)
+        out = torch.empty_like(query)
+        if window is None:
+            return kernel.full(query, kv_layer, sequences, weights.sinks, scale, out)
+        return kernel.sliding(query, kv_layer, sequences, weights.sinks, window, scale, out)
+
+    def _decode_kernel(self, batch_size: int) -> DecodeAttention:
+        kernel = self._decode_attention.get(batch_size)
+        if kernel is None:
+            kernel = self._decode_attention[batch_size] = DecodeAttention(
+                batch_size,
+                len(self.shape.heads),
+                len(self.shape.kv_heads),
+                self.config.head_dim,
+                self.device,
+            )
+        return kernel
+
+    def _local_logits(self, hidden: Tensor) -> Tensor:
+        """[M, H] -> [M, V / ranks] float32."""
+        if self._unembedding is None:
+            raise RuntimeError("this model was loaded without its output projection; it cannot sample")
+        if hidden.device.type == "cuda":
+            return torch.mm(hidden, self._unembedding.t(), out_dtype=torch.float32)
+        return torch.mm(hidden.float(), self._unembedding.float().t())
