@@ -188,7 +188,7 @@ def _page_bytes(config: DeploymentConfig, worker: WorkerConfig, model: GptOssCon
 
 
 def _workspace_bytes(config: DeploymentConfig, role: Role, worker: WorkerConfig, model: GptOssConfig) -> int:
-    """An upper estimate: residual stream and norm, one projection, experts' inputs and outputs, logits."""
+    """An upper estimate: residual stream, norm, projection, experts' inputs and outputs, logits, staging."""
     size = DTYPE_BYTES[config.model.dtype]
     computes = role is Role.PREFILL or worker.local_prefill != "never"
     tokens = max(worker.max_batch_size, worker.chunk_tokens if computes else 0)
@@ -197,4 +197,6 @@ def _workspace_bytes(config: DeploymentConfig, role: Role, worker: WorkerConfig,
     per_token += model.experts_per_token * 3 * (model.intermediate_size + MXFP4_BLOCK)
     activations = tokens * per_token * size
     logits = 3 * 4 * worker.max_batch_size * model.vocab_size if role is Role.DECODE else 0
-    return activations + logits + (CONTEXT_BYTES if worker.device == "cuda" else 0)
+    slots = config.staging_slots("prefill" if role is Role.PREFILL else "decode")
+    staging = slots * config.transfer.staging_slot_mib * 2**20
+    return activations + logits + staging + (CONTEXT_BYTES if worker.device == "cuda" else 0)

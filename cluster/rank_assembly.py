@@ -11,6 +11,7 @@ import torch
 
 from antiphon.configs.schema import DeploymentConfig, WorkerConfig
 from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.engine.kv_staging import make_staging
 from antiphon.engine.settings import EngineSettings
 from antiphon.kv_transfer.endpoint import EndpointSettings, KvEndpoint
 from antiphon.kv_transfer.plan import Shard
@@ -238,7 +239,12 @@ class FollowerKv:
         if self._server is not None:
             self._server.stop()
 
-    def _make_endpoint(self, meeting: RankMeeting, on_failure: Callable[[BaseException], None]) -> KvEndpoint:
+    def _make_endpoint(
+        self,
+        meeting: RankMeeting,
+        on_landed: Callable[[str, bytes], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> KvEndpoint:
         model, transfer = self._config.model, self._config.transfer
         return KvEndpoint(
             EndpointSettings(
@@ -252,7 +258,13 @@ class FollowerKv:
             Shard(worker_config(self._role, self._config).tensor_parallel, self._rank),
             self._pages,
             self._fences,
+            staging=make_staging(
+                self._pages,
+                self._config.staging_slots("prefill" if self._role is Role.PREFILL else "decode"),
+                transfer.staging_slot_mib,
+            ),
             on_notification=_unexpected,
+            on_landed=on_landed,
             on_failure=on_failure,
             transport_factory=self._transport_factory,
         )

@@ -125,6 +125,11 @@ class TransferConfig(Section):
     """Parts in which a chunk is shipped while later layers compute."""
     completion_timeout_s: float = pydantic.Field(5.0, gt=0)
     """A granted set without progress for this long is asked for again, then failed."""
+    staging_slots: int | None = pydantic.Field(None, ge=0)
+    """Slots for each pair of a prefill and a decode worker, through which pages are sent in one piece; 0
+    writes every run of pages by itself. Absent: 4 between GPUs, 0 otherwise."""
+    staging_slot_mib: int = pydantic.Field(32, ge=1)
+    """Size of a slot, for each rank."""
     lease_s: float = pydantic.Field(15.0, gt=0)
     """A peer silent for this long is treated as dead and its work is recomputed elsewhere."""
     heartbeat_s: float = pydantic.Field(1.0, gt=0)
@@ -304,6 +309,14 @@ class DeploymentConfig(Section):
     @pydantic.model_validator(mode="after")
     def _pools_agree(self) -> DeploymentConfig:
         self._check_local_prefill()
+        if self.transfer.verify_checksums and (
+            self.transfer.staging_slots or self.decode.tensor_parallel > 1
+        ):
+            raise ValueError(
+                f"transfer.verify_checksums with transfer.staging_slots {self.transfer.staging_slots} and "
+                f"decode.tensor_parallel {self.decode.tensor_parallel}: only direct writes to one rank can "
+                "be checked"
+            )
         sizes = (self.prefill.kv_cache.page_size_tokens, self.decode.kv_cache.page_size_tokens)
         if self.prefill.replicas and sizes[0] != sizes[1]:
             raise ValueError(f"kv_cache.page_size_tokens differs: prefill {sizes[0]}, decode {sizes[1]}")
@@ -314,6 +327,17 @@ class DeploymentConfig(Section):
                     f"{role}.chunk_tokens {worker.chunk_tokens} is not a multiple of the page size {page}"
                 )
         return self
+
+    def staging_slots(self, role: Literal["prefill", "decode"]) -> int:
+        """Staging slots of each rank of a worker: its own to gather into, or those of all its writers.
+
+        A decode worker has room for one writer more than there are, for a worker that takes another's place.
+        """
+        on_gpus = self.prefill.device == self.decode.device == "cuda"
+        asked = self.transfer.staging_slots
+        each = (4 if on_gpus else 0) if asked is None else asked
+        writers = self.prefill.replicas + 1 if self.prefill.replicas else 0
+        return each * (1 if role == "prefill" else writers)
 
     def _check_local_prefill(self) -> None:
         for role, worker in (("prefill", self.prefill), ("decode", self.decode)):

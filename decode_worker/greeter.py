@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from antiphon.kv_transfer.handshake import check_peer
 from antiphon.kv_transfer.leases import Writer
-from antiphon.kv_transfer.ranks import RankKv, all_of
+from antiphon.kv_transfer.ranks import PeerLife, RankKv, all_of
+from antiphon.kv_transfer.slot_allotment import SlotAllotment
 from antiphon.protocol.errors import HandshakeError
 from antiphon.protocol.identity import KvFingerprint
 from antiphon.protocol.link import LinkNode, Peer
@@ -39,6 +40,7 @@ class PrefillGreeter:
         fingerprint: KvFingerprint,
         ranks: Sequence[RankKv],
         probe_pages: Mapping[str, int],
+        slots: SlotAllotment,
         node: LinkNode,
         thread: LinkThread,
         counters: Counter[str],
@@ -48,6 +50,7 @@ class PrefillGreeter:
         self._fingerprint = fingerprint
         self._ranks = ranks
         self._probe_pages = dict(probe_pages)
+        self._slots = slots
         self._node = node
         self._thread = thread
         self._counters = counters
@@ -55,6 +58,7 @@ class PrefillGreeter:
         self._living: set[Writer] = set()
         self._not_vouched: dict[Peer, KvHello] = {}
         self._queue: deque[Peer] = deque()
+        self._hellos: dict[Peer, KvHello] = {}
         self._probe: _Probe | None = None
         self._agents: dict[str, Writer] = {}
         self._ready: set[Peer] = set()
@@ -75,10 +79,15 @@ class PrefillGreeter:
         """Whose transfer agent this is."""
         return self._agents.get(sender)
 
+    def agents_of(self, writers: set[Writer]) -> frozenset[str]:
+        """Transfer agents of some lives."""
+        return frozenset(name for name, writer in self._agents.items() if writer in writers)
+
     def on_living(self, living: set[Writer]) -> None:
         """Welcome who waited for being vouched for; forget the agents of those who are over."""
         self._living = living
         self._agents = {name: writer for name, writer in self._agents.items() if writer in living}
+        self._hellos = {p: h for p, h in self._hellos.items() if Writer(p.worker_id, p.epoch) in living}
         for peer in [p for p in self._not_vouched if Writer(p.worker_id, p.epoch) in living]:
             self.on_hello(peer, self._not_vouched.pop(peer))
 
@@ -100,6 +109,7 @@ class PrefillGreeter:
             return
         for name in kv.agent_names:
             self._agents[name] = Writer(peer.worker_id, peer.epoch)
+        self._hellos[peer] = message
         if self._probe is not None and self._probe.peer == peer:
             self._end_probe()  # it starts over
         if peer not in self._queue:
@@ -155,17 +165,29 @@ class PrefillGreeter:
             return
         self._probe = probe = _Probe(self._queue.popleft(), time.monotonic())
         self._expect(+1)
-        # What an earlier probe left must not pass for this one.
-        cleared = all_of([rank.clear_probe() for rank in self._ranks])
-        self._thread.when_done(cleared, lambda done: self._cleared(probe, done))
+        life, hello = PeerLife(probe.peer.worker_id, probe.peer.epoch), self._hellos[probe.peer]
+        # What an earlier probe left must not pass for this one; who stages pages has to be answered.
+        ready = [rank.clear_probe() for rank in self._ranks]
+        if self._slots.of(Writer(life.worker_id, life.epoch)) is not None:
+            ready += [rank.connect(life, hello.tensor_parallel, hello.ranks) for rank in self._ranks]
+        self._thread.when_done(all_of(ready), lambda done: self._cleared(probe, done))
 
     def _cleared(self, probe: _Probe, done: Future[list[None]]) -> None:
         if self._probe is not probe:
             return
-        done.result()  # an error here is a lost rank, which ends this worker
+        error = done.exception()
+        if error is not None:
+            self._counters["handshakes_failed"] += 1
+            self._refused[probe.peer] = str(error)
+            self._node.send(probe.peer, KvProbeResult(self._node.me.epoch, False, str(error)))
+            self._end_probe()
+            self._next_probe()
+            return
         me, memories = self._node.me, tuple(rank.memory for rank in self._ranks)
+        slots = self._slots.of(Writer(probe.peer.worker_id, probe.peer.epoch))
         welcome = KvWelcome(
-            me.worker_id, me.epoch, self._fingerprint, len(memories), memories, self._probe_pages
+            *(me.worker_id, me.epoch, self._fingerprint, len(memories), memories, self._probe_pages),
+            None if slots is None else (slots.first, slots.count),
         )
         self._node.send(probe.peer, welcome)
 

@@ -199,7 +199,7 @@ class KvReceiver:
             if receive.state is ReceiveState.RECEIVING:
                 self._stop_writer(key, receive)
             return
-        tick = receive.writes.tick(message.key, self._clock())
+        tick = receive.writes.tick(message.key, self._clock(), message.part, message.parts)
         if tick is not Tick.NEW:
             self._counters[f"notifications_{tick.value}"] += 1
         elif receive.writes.complete and receive.state is ReceiveState.RECEIVING:

@@ -11,6 +11,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.decode_worker.dispatch import DecodeDispatch
@@ -18,9 +20,12 @@ from antiphon.decode_worker.greeter import PrefillGreeter
 from antiphon.decode_worker.metrics import DecodeMetrics
 from antiphon.decode_worker.receiver import KvReceiver
 from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, PrefillStarted
+from antiphon.engine.kv_staging import make_staging
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.thread import EngineThread
 from antiphon.kv_transfer.leases import Writer
+from antiphon.kv_transfer.ranks import all_of
+from antiphon.kv_transfer.slot_allotment import SlotAllotment
 from antiphon.kv_transfer.transport import TransportFactory
 from antiphon.kv_transfer.worker_kv import Followers, WorkerKv
 from antiphon.protocol.errors import ConfigError
@@ -72,6 +77,10 @@ class DecodeWorker:
         self._failed: str | None = None
         self._topology_version = -1
         self._living: set[Writer] = set()
+        self._dropping: set[Writer] = set()
+        """Dead writers of whom something staged may still be spread."""
+        each = config.staging_slots("prefill")
+        self._slots = SlotAllotment(config.staging_slots("decode"), each)
         self._routers: set[Peer] = set()
         self._engine = engine_factory(self._on_scheduled, lambda event: None)
         self.metrics = DecodeMetrics(worker_id, config, self._engine, self.status, tracer)
@@ -95,6 +104,9 @@ class DecodeWorker:
             join_timeout_s=config.ray.placement_timeout_s,
             on_notification=self._on_notification,
             on_failure=self._fail,
+            staging=make_staging(
+                self._engine.kv_cache, config.staging_slots("decode"), transfer.staging_slot_mib
+            ),
             transport_factory=transport_factory,
         )
         self._node = LinkNode(me, cluster_token, self, links)
@@ -192,6 +204,7 @@ class DecodeWorker:
             self._fingerprint,
             self._kv.ranks,
             {group: self._engine.kv_cache.probe_page(group) for group in ("full", "sliding")},
+            self._slots,
             self._node,
             self._thread,
             self._counters,
@@ -227,6 +240,7 @@ class DecodeWorker:
         self._topology_version = topology.version
         living = {Writer(w.worker_id, w.epoch) for w in topology.of_role(Role.PREFILL)}
         dead, self._living = self._living - living, living
+        agents = self._greeter.agents_of(dead)
         self._greeter.on_living(living)
         for peer in self._node.peers():
             if Writer(peer.worker_id, peer.epoch) in dead:
@@ -235,7 +249,17 @@ class DecodeWorker:
         gone, self._routers = self._routers - routers, routers
         for peer in gone:  # its requests end now, and not when its lease does
             self._node.disconnect(peer, "not in the topology any more")
-        self._running_dispatch().receiver.on_living_writers(living)
+        # Their pages change hands only when nothing that they staged is spread into them any more.
+        self._dropping |= dead
+        dropped = all_of([rank.drop_writer(agents) for rank in self._kv.ranks])
+        self._thread.when_done(dropped, partial(self._dropped, dead))
+
+    def _dropped(self, dead: set[Writer], done: Future[list[None]]) -> None:
+        done.result()  # an error here is a lost rank, which ends this worker
+        self._dropping -= dead
+        for writer in dead:
+            self._slots.end(writer)
+        self._running_dispatch().receiver.on_living_writers(self._living | self._dropping)
 
     def on_up(self, peer: Peer) -> None:
         """See LinkHandler."""

@@ -29,6 +29,8 @@ class CompletionSet:
         if not self._expected:
             raise ValueError("a completion set needs at least one write")
         self._missing = set(self._expected)
+        self._parts: dict[WriteKey, set[int]] = {}
+        """Parts that have come of writes of which others are still missing."""
         self._timeout_s = timeout_s
         self._progress_at = now
         self.times_asked = 0
@@ -48,12 +50,21 @@ class CompletionSet:
         """Writes without a notification so far, in order."""
         return sorted(self._missing)
 
-    def tick(self, key: WriteKey, now: float) -> Tick:
-        """Note a notification."""
+    def tick(self, key: WriteKey, now: float, part: int = 0, parts: int = 1) -> Tick:
+        """Note a notification: of a whole write, or of one of its parts."""
         if key not in self._expected:
             return Tick.UNKNOWN
         if key not in self._missing:
             return Tick.REPEATED
+        if parts > 1:
+            known = self._parts.setdefault(key, set())
+            if part in known:
+                return Tick.REPEATED
+            known.add(part)
+            if len(known) < parts:
+                self.renew(now)
+                return Tick.NEW
+        self._parts.pop(key, None)
         self._missing.remove(key)
         self.renew(now)
         return Tick.NEW

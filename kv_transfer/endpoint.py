@@ -12,13 +12,18 @@ from antiphon.kv_transfer.plan import Shard, group_layouts, plan_runs
 from antiphon.kv_transfer.probe import probe_page
 from antiphon.kv_transfer.ranks import PeerLife, Shipped, all_of
 from antiphon.kv_transfer.shipper import Shipper
+from antiphon.kv_transfer.staged_receiver import StagedReceiver
+from antiphon.kv_transfer.staged_sender import StagedSender
+from antiphon.kv_transfer.staging import SlotRange, StagingMemory
 from antiphon.kv_transfer.step_fences import StepFences
 from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
 from antiphon.kv_transfer.transport import Copies, Transport, TransportFactory
-from antiphon.protocol.errors import TransferError
+from antiphon.protocol.codec import decode
+from antiphon.protocol.errors import TransferError, WireError
 from antiphon.protocol.identity import KvFingerprint
-from antiphon.protocol.messages import MemoryRegion, RankMemory
+from antiphon.protocol.messages import MemoryRegion, RankMemory, WriteKey
 from antiphon.protocol.rank_messages import ShipOrder
+from antiphon.protocol.staging_messages import SlotFree, StagedWrite
 
 T = TypeVar("T")
 
@@ -64,7 +69,9 @@ class KvEndpoint:
     Args:
         shard: which rank of how many.
         fences: how far this rank's device is.
+        staging: this rank's slots; absent, pages are written directly.
         on_notification: called on the transfer thread with (sender's agent name, payload).
+        on_landed: the same, with the WriteDone of a staged write that lies in its pages now.
         on_failure: called once if the transfer thread dies of an unexpected error.
         transport_factory: makes the transport from an agent name; absent means NIXL.
     """
@@ -76,7 +83,9 @@ class KvEndpoint:
         pages: KvPages,
         fences: StepFences,
         *,
+        staging: StagingMemory | None = None,
         on_notification: Callable[[str, bytes], None],
+        on_landed: Callable[[str, bytes], None],
         on_failure: Callable[[BaseException], None],
         transport_factory: TransportFactory | None = None,
     ) -> None:
@@ -86,9 +95,18 @@ class KvEndpoint:
         self._fences = fences
         self._layouts = group_layouts(settings.fingerprint)
         self._open = transport_factory or nixl_transport
+        self._staging = staging
+        self._on_notification = on_notification
         self._transfer = TransferThread(
-            self._open_transport, on_notification, on_failure, write_timeout_s=settings.write_timeout_s
+            self._open_transport, self._notified, on_failure, write_timeout_s=settings.write_timeout_s
         )
+        self._sender: StagedSender | None = None
+        self._receiver: StagedReceiver | None = None
+        if staging is not None:
+            common = self._layouts, shard, staging, self._transfer, settings.layer_groups
+            self._sender = StagedSender(*common, settings.epoch)
+            self._receiver = StagedReceiver(*common, on_landed)
+        self._slots: dict[PeerLife, SlotRange] = {}
         self._probe_filled = False
         self._peers: dict[PeerLife, PeerKv] = {}
         self._memory: RankMemory | None = None
@@ -129,7 +147,13 @@ class KvEndpoint:
         """This rank's registered pages."""
         return _started(self._local)
 
-    def connect(self, peer: PeerLife, tensor_parallel: int, ranks: Sequence[RankMemory]) -> Future[None]:
+    def connect(
+        self,
+        peer: PeerLife,
+        tensor_parallel: int,
+        ranks: Sequence[RankMemory],
+        staging: SlotRange | None = None,
+    ) -> Future[None]:
         """See RankKv."""
         pages = tuple(rank_pages(self._layouts, tensor_parallel, memory) for memory in ranks)
         kv = PeerKv(peer.worker_id, peer.epoch, pages)
@@ -140,11 +164,14 @@ class KvEndpoint:
                 raise TransferError("handshake", f"metadata of {named} instead of {sorted(kv.agent_names)}")
 
         self._peers[peer] = kv
+        if staging is not None:
+            self._slots[peer] = staging
         return self._transfer.run(connect_all)
 
     def disconnect(self, peer: PeerLife) -> Future[None]:
         """See RankKv."""
         kv = self._peers.pop(peer, None)
+        self._slots.pop(peer, None)
         for name in sorted(kv.agent_names) if kv is not None else ():
             self._transfer.disconnect(name)
         return _done()
@@ -191,7 +218,20 @@ class KvEndpoint:
         kv = self._peers.get(peer)
         if kv is None:
             return _failed(TransferError("handshake", f"not connected to {peer.worker_id}"))
+        slots = self._slots.get(peer)
+        if slots is not None and self._sender is not None:
+            return self._sender.ship(kv, slots, order, lambda: self._fences.passed(order.ready_after))
         return _started(self._shipper).ship(kv, order, lambda: self._fences.passed(order.ready_after))
+
+    def repeat(self, request_id: str, attempt: int, keys: frozenset[WriteKey]) -> None:
+        """See RankKv."""
+        sender = self._sender
+        if sender is not None:
+            self._transfer.run(lambda transport: sender.repeat(request_id, attempt, keys))
+
+    def drop_writer(self, agents: frozenset[str]) -> Future[None]:
+        """See RankKv."""
+        return _done() if self._receiver is None else self._receiver.drop(agents)
 
     def notify(self, peer: PeerLife, notification: bytes) -> Future[None]:
         """Repeat the notification of a write that is done, of whichever rank."""
@@ -219,12 +259,31 @@ class KvEndpoint:
     def _open_transport(self) -> Transport:
         name = agent_name(self._settings.worker_id, self._settings.epoch, self._shard.rank)
         transport = self._open(name)
-        transport.register([span_of(region) for region in self._pages.memory_regions()])
+        transport.register([span_of(region) for region in self._regions()])
         return transport
 
+    def _regions(self) -> tuple[MemoryRegion, ...]:
+        staging = () if self._staging is None else (self._staging.region,)
+        return (*self._pages.memory_regions(), *staging)
+
+    def _notified(self, sender: str, payload: bytes) -> None:
+        if self._sender is None or self._receiver is None:
+            self._on_notification(sender, payload)
+            return
+        try:
+            message = decode(payload)
+        except WireError:
+            self._on_notification(sender, payload)  # counted there
+            return
+        if isinstance(message, SlotFree):
+            self._sender.slot_free(message)
+        elif isinstance(message, StagedWrite):
+            self._receiver.staged(sender, message)
+        else:
+            self._on_notification(sender, payload)
+
     def _describe(self, transport: Transport) -> RankMemory:
-        regions = self._pages.memory_regions()
-        return RankMemory(self._shard.rank, transport.agent_name, transport.metadata(), regions)
+        return RankMemory(self._shard.rank, transport.agent_name, transport.metadata(), self._regions())
 
 
 def nixl_transport(name: str) -> Transport:

@@ -11,6 +11,9 @@ from antiphon.protocol.errors import HandshakeError
 from antiphon.protocol.identity import KvFingerprint
 from antiphon.protocol.messages import KvHello, KvWelcome, MemoryRegion, RankMemory
 
+STAGING = "staging"
+"""Name of the region that holds a rank's staging slots."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankPages:
@@ -20,6 +23,9 @@ class RankPages:
     agent_name: str
     spans: Mapping[str, Memory]
     """Page group -> its registered memory, page after page."""
+    staging: Memory | None = None
+    """Its slots, one after the other; None when it has none."""
+    slot_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,10 @@ def rank_pages(layouts: Mapping[str, GroupLayout], tensor_parallel: int, memory:
                 f"{layout.page_bytes(shard)} by the fingerprint"
             )
         spans[group] = span_of(region)
-    return RankPages(shard, memory.agent_name, spans)
+    staging = next((region for region in memory.regions if region.group == STAGING), None)
+    if staging is None:
+        return RankPages(shard, memory.agent_name, spans)
+    return RankPages(shard, memory.agent_name, spans, span_of(staging), staging.page_bytes)
 
 
 def check_peer(mine: KvFingerprint, theirs: KvHello | KvWelcome) -> PeerKv:

@@ -10,22 +10,26 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from antiphon.kv_transfer.ranks import PeerLife, Shipped
+from antiphon.kv_transfer.staging import SlotRange
 from antiphon.protocol.errors import RankLostError, TransferError
 from antiphon.protocol.identity import Role
 from antiphon.protocol.link import LinkNode, LinkSettings, Peer
 from antiphon.protocol.link_thread import LinkThread
-from antiphon.protocol.messages import RankMemory
+from antiphon.protocol.messages import RankMemory, WriteKey
 from antiphon.protocol.rank_messages import (
     CheckProbe,
     ClearProbe,
     ConnectPeer,
     DisconnectPeer,
+    DropWriter,
     ExpectWrites,
     RankAnswer,
     RankCall,
+    RankLanded,
     RankMeeting,
     RankMessage,
     RankReady,
+    RepeatStaged,
     ShipOrder,
     ShipPages,
     WriteProbe,
@@ -61,10 +65,17 @@ class RemoteRank:
         """See RankKv."""
         return self._memory
 
-    def connect(self, peer: PeerLife, tensor_parallel: int, ranks: Sequence[RankMemory]) -> Future[None]:
+    def connect(
+        self,
+        peer: PeerLife,
+        tensor_parallel: int,
+        ranks: Sequence[RankMemory],
+        staging: SlotRange | None = None,
+    ) -> Future[None]:
         """See RankKv."""
         life, them = (peer.worker_id, peer.epoch), tuple(ranks)
-        return self._call(lambda number: ConnectPeer(number, *life, tensor_parallel, them), _nothing)
+        slots = None if staging is None else (staging.first, staging.count)
+        return self._call(lambda number: ConnectPeer(number, *life, tensor_parallel, them, slots), _nothing)
 
     def disconnect(self, peer: PeerLife) -> Future[None]:
         """See RankKv."""
@@ -89,6 +100,14 @@ class RemoteRank:
             lambda number: ShipPages(number, *life, order),
             lambda answer: Shipped(answer.notification, answer.size_bytes),
         )
+
+    def repeat(self, request_id: str, attempt: int, keys: frozenset[WriteKey]) -> None:
+        """See RankKv."""
+        self._send(RepeatStaged(request_id, attempt, tuple(sorted(keys))))
+
+    def drop_writer(self, agents: frozenset[str]) -> Future[None]:
+        """See RankKv."""
+        return self._call(lambda number: DropWriter(number, tuple(sorted(agents))), _nothing)
 
     def expect(self, change: int) -> None:
         """See RankKv."""
@@ -144,6 +163,7 @@ class RankLinks:
         me: rank 0's worker, in this life.
         size: ranks of the worker.
         publish: hands the other ranks a message before anything else that they hear.
+        on_landed: called with (writer's agent, WriteDone) when a staged write lies in another rank's pages.
         on_lost: called once, when a rank that was there is gone.
     """
 
@@ -156,12 +176,14 @@ class RankLinks:
         settings: LinkSettings,
         *,
         publish: Callable[[RankMeeting], None],
+        on_landed: Callable[[str, bytes], None],
         on_lost: Callable[[BaseException], None],
     ) -> None:
         """Raises ConfigError when the token is too short."""
         self._size = size
         self._thread = thread
         self._publish = publish
+        self._on_landed = on_landed
         self._on_lost = on_lost
         self._closing = False
         self._node = LinkNode(me, cluster_token, self, settings)
@@ -212,6 +234,8 @@ class RankLinks:
                 self._everyone.set_result(tuple(rank for _, rank in sorted(self._ranks.items())))
         elif isinstance(message, RankAnswer) and peer in self._by_peer:
             self._by_peer[peer].answered(message)
+        elif isinstance(message, RankLanded):
+            self._on_landed(message.sender, message.notification)
         else:
             _log.warning("%s sent a %s to rank 0", peer, type(message).__name__)
 

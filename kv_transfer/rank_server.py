@@ -10,6 +10,7 @@ from typing import assert_never
 from antiphon.kv_transfer.endpoint import KvEndpoint
 from antiphon.kv_transfer.rank_links import follower_peer
 from antiphon.kv_transfer.ranks import PeerLife, Shipped
+from antiphon.kv_transfer.staging import SlotRange
 from antiphon.protocol.errors import HandshakeError, TransferError
 from antiphon.protocol.identity import Role, WorkerAddress
 from antiphon.protocol.link import FAREWELL, LinkNode, LinkSettings, Peer
@@ -20,16 +21,25 @@ from antiphon.protocol.rank_messages import (
     ClearProbe,
     ConnectPeer,
     DisconnectPeer,
+    DropWriter,
     ExpectWrites,
     RankAnswer,
     RankCall,
+    RankLanded,
     RankMeeting,
     RankReady,
+    RepeatStaged,
     ShipPages,
     WriteProbe,
 )
 
 _log = logging.getLogger(__name__)
+
+
+MakeEndpoint = Callable[
+    [RankMeeting, Callable[[str, bytes], None], Callable[[BaseException], None]], KvEndpoint
+]
+"""Makes this rank's endpoint from what rank 0 said, ``on_landed`` and ``on_failure``."""
 
 
 class RankServer:
@@ -47,7 +57,7 @@ class RankServer:
         meeting: RankMeeting,
         cluster_token: str,
         settings: LinkSettings,
-        make_endpoint: Callable[[RankMeeting, Callable[[BaseException], None]], KvEndpoint],
+        make_endpoint: MakeEndpoint,
         on_failure: Callable[[BaseException], None],
     ) -> None:
         """Raises ConfigError when the token is too short."""
@@ -56,7 +66,8 @@ class RankServer:
         me = follower_peer(role, meeting.worker_id, rank, meeting.epoch)
         self._node = LinkNode(me, cluster_token, self, settings)
         self._leader = WorkerAddress(meeting.worker_id, role, meeting.epoch, meeting.endpoint)
-        self._endpoint = make_endpoint(meeting, self._fail)
+        self._peer = Peer(role, meeting.worker_id, meeting.epoch)
+        self._endpoint = make_endpoint(meeting, self._landed, self._fail)
         self._memory: RankMemory | None = None
 
     def start(self) -> None:
@@ -78,6 +89,9 @@ class RankServer:
             self._endpoint.stop()
             self._thread.stop()
 
+    def _landed(self, sender: str, notification: bytes) -> None:
+        self._node.send(self._peer, RankLanded(sender, notification))
+
     def _fail(self, error: BaseException) -> None:
         self._thread.post(self._node.close)  # rank 0 hears of it at once
         self._on_failure(error)
@@ -97,6 +111,8 @@ class RankServer:
         """See LinkHandler."""
         if isinstance(message, ExpectWrites):
             self._endpoint.expect(message.change)
+        elif isinstance(message, RepeatStaged):
+            self._endpoint.repeat(message.request_id, message.attempt, frozenset(message.keys))
         elif isinstance(message, RankCall):
             self._answer(peer, message.call, self._carry_out(message))
         else:
@@ -108,7 +124,8 @@ class RankServer:
             match message:
                 case ConnectPeer():
                     life = PeerLife(message.worker_id, message.epoch)
-                    return endpoint.connect(life, message.tensor_parallel, message.ranks)
+                    staging = None if message.staging is None else SlotRange(*message.staging)
+                    return endpoint.connect(life, message.tensor_parallel, message.ranks, staging)
                 case DisconnectPeer():
                     return endpoint.disconnect(PeerLife(message.worker_id, message.epoch))
                 case ClearProbe():
@@ -119,6 +136,8 @@ class RankServer:
                     return endpoint.check_probe(message.seed)
                 case ShipPages():
                     return endpoint.ship(PeerLife(message.worker_id, message.epoch), message.order)
+                case DropWriter():
+                    return endpoint.drop_writer(frozenset(message.agents))
                 case _:
                     assert_never(message)
         except HandshakeError as error:

@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from antiphon.protocol.messages import RankMemory
+from antiphon.kv_transfer.staging import SlotRange
+from antiphon.protocol.messages import RankMemory, WriteKey
 from antiphon.protocol.rank_messages import ShipOrder
 
 T = TypeVar("T")
@@ -42,8 +43,14 @@ class RankKv(Protocol):
     def memory(self) -> RankMemory:
         """The rank's transfer agent and its registered pages."""
 
-    def connect(self, peer: PeerLife, tensor_parallel: int, ranks: Sequence[RankMemory]) -> Future[None]:
-        """Connect to every rank of a peer; twice is harmless."""
+    def connect(
+        self,
+        peer: PeerLife,
+        tensor_parallel: int,
+        ranks: Sequence[RankMemory],
+        staging: SlotRange | None = None,
+    ) -> Future[None]:
+        """Connect to every rank of a peer, of which ``staging`` is for us; twice is harmless."""
 
     def disconnect(self, peer: PeerLife) -> Future[None]:
         """Forget a life of a peer, once no write to it is under way."""
@@ -59,6 +66,12 @@ class RankKv(Protocol):
 
     def ship(self, peer: PeerLife, order: ShipOrder) -> Future[Shipped]:
         """Carry out this rank's part of an order and notify rank 0 of the peer."""
+
+    def repeat(self, request_id: str, attempt: int, keys: frozenset[WriteKey]) -> None:
+        """Tell the peer once more of staged writes that it has not said to have spread."""
+
+    def drop_writer(self, agents: frozenset[str]) -> Future[None]:
+        """These agents of a writer are over; ends once nothing that they staged is spread any more."""
 
     def expect(self, change: int) -> None:
         """Add to (or take from) the number of sets whose writes are being waited for."""

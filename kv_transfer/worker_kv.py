@@ -9,6 +9,7 @@ from antiphon.kv_transfer.endpoint import EndpointSettings, KvEndpoint, KvPages
 from antiphon.kv_transfer.plan import Shard
 from antiphon.kv_transfer.rank_links import RankLinks
 from antiphon.kv_transfer.ranks import RankKv
+from antiphon.kv_transfer.staging import StagingMemory
 from antiphon.kv_transfer.step_fences import Fence, StepFences
 from antiphon.kv_transfer.transport import TransportFactory
 from antiphon.protocol.codec import encode
@@ -44,6 +45,7 @@ class WorkerKv:
     Args:
         me: this life of the worker; its links are the worker's own.
         followers: absent for a worker of one rank.
+        staging: rank 0's slots; absent, pages are written directly.
         join_timeout_s: how long the other ranks may take to register their pages.
         on_notification: called on the transfer thread with (sender's agent name, payload).
         on_failure: called when a rank's end is of no use any more.
@@ -65,6 +67,7 @@ class WorkerKv:
         join_timeout_s: float,
         on_notification: Callable[[str, bytes], None],
         on_failure: Callable[[BaseException], None],
+        staging: StagingMemory | None,
         transport_factory: TransportFactory | None,
     ) -> None:
         """Raises ConfigError when the token is too short."""
@@ -81,7 +84,9 @@ class WorkerKv:
             Shard(size, 0),
             pages,
             self._fences,
+            staging=staging,
             on_notification=on_notification,
+            on_landed=on_notification,
             on_failure=on_failure,
             transport_factory=transport_factory,
         )
@@ -95,6 +100,7 @@ class WorkerKv:
                 cluster_token,
                 links,
                 publish=lambda meeting: followers.publish(encode(meeting)),
+                on_landed=on_notification,
                 on_lost=on_failure,
             )
         self._ranks: tuple[RankKv, ...] = ()

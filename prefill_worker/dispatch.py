@@ -191,6 +191,8 @@ class PrefillDispatch:
         self._counters["missing_writes_asked"] += len(message.keys)
         key = message.request_id, message.attempt
         if job is not None:
+            for rank in self._ranks:
+                rank.repeat(*key, frozenset(message.keys))
             life, notifications = job.decode_life, job.done
             if job.still_coming(message.keys, self._settings.completion_timeout_s):
                 self._announce(job)

@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from antiphon.kv_transfer.handshake import check_peer
 from antiphon.kv_transfer.ranks import PeerLife, RankKv, all_of
+from antiphon.kv_transfer.staging import SlotRange
 from antiphon.protocol.errors import HandshakeError
 from antiphon.protocol.identity import KvFingerprint
 from antiphon.protocol.link import LinkNode, Peer
@@ -118,17 +119,17 @@ class DecodePeers:
         candidate.state = PeerState.PROBING
         self._connected_to.add(peer)
         life, pages = PeerLife(peer.worker_id, peer.epoch), dict(message.probe_pages)
-        connected = [rank.connect(life, message.tensor_parallel, message.ranks) for rank in self._ranks]
+        staging = None if message.staging is None else SlotRange(*message.staging)
+        connected = [
+            rank.connect(life, message.tensor_parallel, message.ranks, staging) for rank in self._ranks
+        ]
         self._thread.when_done(all_of(connected), lambda done: self._connected(candidate, life, pages, done))
 
     def on_probe_result(self, peer: Peer, message: KvProbeResult) -> None:
         """The decode worker compared the probe pages."""
         candidate = self._candidates.get(peer)
-        if (
-            candidate is None
-            or message.decode_epoch != peer.epoch
-            or candidate.state is not PeerState.PROBING
-        ):
+        answers = (PeerState.PROBING,) if message.ok else (PeerState.PROBING, PeerState.GREETING)
+        if candidate is None or message.decode_epoch != peer.epoch or candidate.state not in answers:
             self._counters["stale_messages"] += 1
         elif message.ok:
             candidate.state, candidate.detail = PeerState.READY, ""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, PrefillStarted
+from antiphon.engine.kv_staging import make_staging
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.thread import EngineThread
 from antiphon.kv_transfer.endpoint import nixl_transport
@@ -97,6 +98,9 @@ class PrefillWorker:
             join_timeout_s=config.ray.placement_timeout_s,
             on_notification=lambda sender, payload: None,  # nobody writes into a prefill worker
             on_failure=self._fail,
+            staging=make_staging(
+                self._engine.kv_cache, config.staging_slots("prefill"), transfer.staging_slot_mib
+            ),
             transport_factory=measured(transport_factory or nixl_transport, self.metrics.transfers),
         )
         self._node = LinkNode(me, cluster_token, self, links)

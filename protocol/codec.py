@@ -7,11 +7,13 @@ import msgspec
 from antiphon.protocol.errors import WireError
 from antiphon.protocol.messages import AnyMessage, Message
 from antiphon.protocol.rank_messages import RankMessage
+from antiphon.protocol.staging_messages import StagingMessage
+
+WireMessage = AnyMessage | RankMessage | StagingMessage
+"""Everything that may stand alone on a wire of any kind."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage | RankMessage] = msgspec.msgpack.Decoder(
-    AnyMessage | RankMessage
-)
+_decoder: msgspec.msgpack.Decoder[WireMessage] = msgspec.msgpack.Decoder(WireMessage)
 
 
 def encode(message: Message) -> bytes:
@@ -19,7 +21,7 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes | memoryview) -> AnyMessage | RankMessage:
+def decode(data: bytes | memoryview) -> WireMessage:
     """Parse one message.
 
     Raises:

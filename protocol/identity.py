@@ -12,7 +12,8 @@ PROTOCOL_VERSION = 2
 
 1: first form.
 2: decode workers may compute prompts themselves (LoadReport.computes_prompts, Reserved.computes_prompt);
-   a probe's bytes follow from the writer's epoch (KvProbe), and ranks of a worker speak to each other.
+   a probe's bytes follow from the writer's epoch (KvProbe), ranks of a worker speak to each other, and
+   writes may be staged (KvWelcome.staging, WriteDone.part).
 """
 
 

@@ -315,6 +315,8 @@ class KvWelcome(Message, frozen=True):
     ranks: tuple[RankMemory, ...]
     probe_pages: dict[str, int]
     """A page per group that belongs to nobody, for the readiness self-test."""
+    staging: tuple[int, int] | None = None
+    """(first, count) of the staging slots that are this writer's alone; None: it writes pages directly."""
 
 
 class KvRefused(Message, frozen=True):
@@ -393,6 +395,9 @@ class WriteDone(Message, frozen=True):
     key: WriteKey
     checksum: WriteChecksum | None = None
     """Only with ``transfer.verify_checksums``."""
+    part: int = 0
+    parts: int = 1
+    """This is one of so many parts; the write is done with the last of them."""
 
 
 class MissingWrites(Message, frozen=True):

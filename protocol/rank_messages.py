@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from antiphon.protocol.messages import Message, RankMemory
+from antiphon.protocol.messages import Message, RankMemory, WriteKey
 
 
 class StepMark(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
@@ -58,6 +58,8 @@ class ConnectPeer(Message, frozen=True):
     epoch: int
     tensor_parallel: int
     ranks: tuple[RankMemory, ...]
+    staging: tuple[int, int] | None = None
+    """(first, count) of the slots of each of its ranks that this worker may write."""
 
 
 class DisconnectPeer(Message, frozen=True):
@@ -99,6 +101,28 @@ class ShipPages(Message, frozen=True):
     order: ShipOrder
 
 
+class DropWriter(Message, frozen=True):
+    """These transfer agents are over: answered once nothing that they staged is spread any more."""
+
+    call: int
+    agents: tuple[str, ...]
+
+
+class RepeatStaged(Message, frozen=True):
+    """Tell the peer once more of staged writes that it has not said to have spread; not answered."""
+
+    request_id: str
+    attempt: int
+    keys: tuple[WriteKey, ...]
+
+
+class RankLanded(Message, frozen=True):
+    """Another rank of a receiver -> rank 0: a staged write lies in its pages."""
+
+    sender: str
+    notification: bytes
+
+
 class ExpectWrites(Message, frozen=True):
     """Add to (or take from) the number of sets whose writes are being waited for; not answered."""
 
@@ -118,8 +142,8 @@ class RankAnswer(Message, frozen=True):
     """ShipPages: what was written."""
 
 
-RankCall = ConnectPeer | DisconnectPeer | ClearProbe | WriteProbe | CheckProbe | ShipPages
+RankCall = ConnectPeer | DisconnectPeer | ClearProbe | WriteProbe | CheckProbe | ShipPages | DropWriter
 """Everything that is answered by a RankAnswer with the same ``call``."""
 
-RankMessage = RankMeeting | RankReady | RankCall | ExpectWrites | RankAnswer
+RankMessage = RankMeeting | RankReady | RankCall | ExpectWrites | RepeatStaged | RankLanded | RankAnswer
 """Every message of these links."""

@@ -203,7 +203,7 @@ class RouterStandIn:
         self.lost.append(peer)
         for request_id, worker in self.prefilling.items():
             if worker == peer:  # if it was writing, decode refuses the old ticket and reserves again
-                self.thread.later(0.05, self._prefill, request_id, self.tickets[request_id].attempt)
+                self.thread.later(0.05, self._prefill_again, request_id, self.tickets[request_id].attempt)
 
     def on_message(self, peer: Peer, message: object) -> None:
         if isinstance(message, LoadReport):
@@ -239,6 +239,11 @@ class RouterStandIn:
         self.tickets[message.request_id] = message.ticket
         if not self.hold_prefill:
             self._prefill(message.request_id, message.attempt)
+
+    def _prefill_again(self, request_id: str, attempt: int) -> None:
+        outcome, ticket = self.requests[request_id], self.tickets[request_id]
+        if ticket.kv_tokens == len(outcome.prompt) + len(outcome.tokens) - 1:  # else its KV had arrived
+            self._prefill(request_id, attempt)
 
     def _prefill(self, request_id: str, attempt: int) -> None:
         outcome, ticket = self.requests[request_id], self.tickets[request_id]

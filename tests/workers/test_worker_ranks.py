@@ -202,12 +202,15 @@ def answers(router: Any) -> list[list[int]]:
     return [router.requests[name].tokens for name in names]
 
 
+@pytest.mark.parametrize("staging_slots", [0, 2], ids=["direct", "staged"])
 @pytest.mark.parametrize("decode", [1, 2, 4])
 @pytest.mark.parametrize("prefill", [1, 2, 4])
 def test_any_prefill_layout_feeds_any_decode_layout(
-    prefill: int, decode: int, start: Any, expected: list[list[int]]
+    prefill: int, decode: int, staging_slots: int, start: Any, expected: list[list[int]]
 ) -> None:
-    pair, router = start(InProcessNetwork(), prefill, decode, experts=True)
+    pair, router = start(
+        InProcessNetwork(), prefill, decode, experts=True, staging_slots=staging_slots, staging_slot_mib=1
+    )
     assert answers(router) == expected
     pair.idle()
     counters = pair.prefill.worker.status().counters
@@ -256,13 +259,11 @@ def test_a_rank_whose_transfers_die_ends_its_worker(role: str, start: Any) -> No
 
 
 def test_a_rank_that_leaves_ends_its_worker_while_nothing_is_asked(start: Any, checkpoint: Path) -> None:
-    pair, router = start(InProcessNetwork(), 1, 2)
+    pair, _ = start(InProcessNetwork(), 1, 2)
     group = pair.decode.worker._kv._followers._leader._group
     group.control.close()  # as the other end of a connection whose process is gone
-    name = router.generate(prompts()[0])
     pair.until(lambda: pair.decode.worker.status().failed is not None, "the end of the worker")
     assert "RankLostError" in pair.decode.worker.status().failed
-    router.abort(name)
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(1, 2), (4, 2), (2, 4)])

@@ -1,0 +1,111 @@
+"""Copies between KV pages and contiguous staging slots, on a stream of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.protocol.messages import MemoryRegion
+
+_WORD = torch.int64
+"""Copies move words of 8 bytes, whatever the keys and values are."""
+
+
+class PageBlock(Protocol):
+    """Some layers and heads of some pages of one group."""
+
+    @property
+    def group(self) -> str: ...
+    @property
+    def pages(self) -> tuple[int, ...]: ...
+    @property
+    def layers(self) -> range: ...
+    @property
+    def heads(self) -> range: ...
+
+
+class KvStaging:
+    """Slots of one rank beside its pages; implements ``kv_transfer.staging.StagingMemory``.
+
+    Args:
+        slots, slot_bytes: how many of which size; a multiple of 8.
+    """
+
+    def __init__(self, kv_cache: PagedKvCache, slots: int, slot_bytes: int) -> None:
+        self._kv_cache = kv_cache
+        self._slots = slots
+        self._slot_bytes = slot_bytes
+        self._memory = torch.zeros(slots * slot_bytes, dtype=torch.uint8, device=kv_cache.device)
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def region(self) -> MemoryRegion:
+        """All slots."""
+        cuda = self._kv_cache.device.type == "cuda"
+        return MemoryRegion(
+            group="staging",
+            address=self._memory.data_ptr(),
+            pages=self._slots,
+            page_bytes=self._slot_bytes,
+            memory="VRAM" if cuda else "DRAM",
+            device=(self._kv_cache.device.index or 0) if cuda else 0,
+        )
+
+    def gather(self, offset: int, blocks: Sequence[PageBlock]) -> Callable[[], bool]:
+        """Pages into the memory from ``offset`` on; what it returns says when that is done."""
+        return self._issue(offset, blocks, gather=True)
+
+    def scatter(self, offset: int, blocks: Sequence[PageBlock]) -> Callable[[], bool]:
+        """The memory from ``offset`` on into pages."""
+        return self._issue(offset, blocks, gather=False)
+
+    @torch.inference_mode()
+    def _issue(self, offset: int, blocks: Sequence[PageBlock], *, gather: bool) -> Callable[[], bool]:
+        device = self._kv_cache.device
+        if device.type != "cuda":
+            self._copy(offset, blocks, gather)
+            return _done
+        with torch.cuda.device(device):
+            if self._stream is None:
+                # Ahead of the engine's steps: a copy is short, and a peer waits for it.
+                self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream):
+                self._copy(offset, blocks, gather)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+        return event.query
+
+    def _copy(self, offset: int, blocks: Sequence[PageBlock], gather: bool) -> None:
+        for block in blocks:
+            pages = self._kv_cache.memory(block.group)  # [N, layers, G, 2, S, D]
+            chosen = pages.flatten(3)[
+                :, block.layers.start : block.layers.stop, block.heads.start : block.heads.stop
+            ].view(_WORD)
+            index = self._index(block.pages)
+            shape = (len(block.pages), *chosen.shape[1:])
+            size = torch.Size(shape).numel() * _WORD.itemsize
+            staged = self._memory[offset : offset + size].view(_WORD).view(shape)
+            if gather:
+                torch.index_select(chosen, 0, index, out=staged)
+            else:
+                chosen.index_copy_(0, index, staged)
+            offset += size
+
+    def _index(self, pages: tuple[int, ...]) -> Tensor:
+        index = torch.tensor(pages, dtype=torch.int64)
+        if self._kv_cache.device.type == "cuda":
+            index = index.pin_memory()  # torch keeps such memory until its copy is over
+        return index.to(self._kv_cache.device, non_blocking=True)
+
+
+def make_staging(kv_cache: PagedKvCache, slots: int, slot_mib: int) -> KvStaging | None:
+    """``slots`` slots beside these pages; None for none."""
+    return KvStaging(kv_cache, slots, slot_mib * 2**20) if slots else None
+
+
+def _done() -> bool:
+    return True

@@ -1,0 +1,218 @@
+"""The writing side of staging: gathers segments into slots and writes them, as slots become free."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from antiphon.kv_transfer.handshake import PeerKv, RankPages
+from antiphon.kv_transfer.plan import GroupLayout, Shard
+from antiphon.kv_transfer.ranks import Shipped
+from antiphon.kv_transfer.staging import (
+    Segment,
+    Share,
+    SlotRange,
+    StagingMemory,
+    blocks_of,
+    segments_of,
+    share_bytes,
+    share_of,
+    share_offset,
+)
+from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
+from antiphon.kv_transfer.transport import Copies, Memory
+from antiphon.protocol.codec import encode
+from antiphon.protocol.errors import TransferError
+from antiphon.protocol.messages import WriteDone, WriteKey
+from antiphon.protocol.rank_messages import ShipOrder
+from antiphon.protocol.staging_messages import SlotFree, StagedWrite
+
+Landing = tuple[str, int, WriteKey, int]
+"""(request id, attempt, key, part): names one segment until the peer has spread it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """One order under way."""
+
+    order: ShipOrder
+    done: Callable[[TransferError | None], None]
+    left: int
+    error: TransferError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Staged:
+    """One segment under way, to one rank of a peer."""
+
+    load: _Load
+    rank: RankPages
+    share: Share
+    segment: Segment
+    free: deque[int]
+    """The peer rank's slots that nothing is in."""
+    part: int
+    parts: int
+    slot: int = -1
+    payload: bytes = b""
+
+
+@dataclass(slots=True)
+class _Slots:
+    """The slots of one life of a peer, by destination rank."""
+
+    free: dict[int, deque[int]] = field(default_factory=dict)
+
+
+class StagedSender:
+    """Ships orders of one source rank through slots. Everything but ``ship`` runs on the transfer thread.
+
+    Args:
+        memory: this rank's own slots; all of them are this object's.
+        epoch: of this life of the worker.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, GroupLayout],
+        shard: Shard,
+        memory: StagingMemory,
+        transfer: TransferThread,
+        layer_groups: int,
+        epoch: int,
+    ) -> None:
+        self._layouts = layouts
+        self._shard = shard
+        self._memory = memory
+        self._transfer = transfer
+        self._layer_groups = layer_groups
+        self._epoch = epoch
+        region = memory.region
+        self._slot_bytes = region.page_bytes
+        self._span = Memory(region.address, region.pages * region.page_bytes, region.memory, region.device)
+        self._own_free: deque[int] = deque(range(region.pages))
+        self._slots: dict[tuple[str, int], _Slots] = {}
+        self._queue: deque[_Staged] = deque()
+        self._landing: dict[Landing, _Staged] = {}
+
+    def ship(
+        self, peer: PeerKv, slots: SlotRange, order: ShipOrder, source_ready: Callable[[], bool]
+    ) -> Future[Shipped]:
+        """Carry out this rank's part; the future ends once nothing of it can touch the peer any more."""
+        shipped: Future[Shipped] = Future()
+        key = WriteKey(self._shard.rank, order.chunk, order.layer_group)
+        identity = order.request_id, order.attempt, self._epoch, order.decode_epoch
+        notification = encode(WriteDone(*identity, key))
+
+        def begin() -> None:
+            try:
+                staged = self._cut(peer, slots, order)
+            except TransferError as error:
+                shipped.set_exception(error)
+                return
+            size = sum(each.segment.size_bytes for each in staged)
+
+            def done(error: TransferError | None) -> None:
+                if error is not None:
+                    shipped.set_exception(error)
+                else:
+                    shipped.set_result(Shipped(notification, size))
+
+            if not staged:  # the peer has the pages, or other ranks send them
+                lead = peer.ranks[0].agent_name
+                self._transfer.notify(lead, notification, lambda outcome: done(outcome.error))
+                return
+            load = _Load(order, done, len(staged))
+            for each in staged:
+                each.load = load
+            self._queue += staged
+            self._pump()
+
+        self._transfer.when(source_ready, begin, shipped.set_exception)
+        return shipped
+
+    def slot_free(self, message: SlotFree) -> None:
+        """The peer has spread a segment."""
+        staged = self._landing.pop((message.request_id, message.attempt, message.key, message.part), None)
+        if staged is not None:
+            staged.free.append(staged.slot)
+            self._ended(staged, None)
+
+    def repeat(self, request_id: str, attempt: int, keys: frozenset[WriteKey]) -> None:
+        """Tell the peer once more of segments of these keys that it has not said to have spread."""
+        for (name, number, key, _), staged in list(self._landing.items()):
+            if (name, number) == (request_id, attempt) and key in keys:
+                self._transfer.notify(staged.rank.agent_name, staged.payload, lambda outcome: None)
+
+    def _cut(self, peer: PeerKv, slots: SlotRange, order: ShipOrder) -> list[_Staged]:
+        """All segments of an order, for every rank of the peer."""
+        free = self._slots.setdefault((peer.worker_id, peer.epoch), _Slots()).free
+        found = []
+        for rank in peer.ranks:
+            share = share_of(self._layouts["full"], self._shard, rank.shard)
+            if share is None or rank.staging is None:
+                continue
+            room = min(share_bytes(rank.slot_bytes, share), self._slot_bytes)
+            theirs = free.setdefault(rank.shard.rank, deque(range(slots.first, slots.first + slots.count)))
+            for segment in segments_of(order, self._layouts, self._layer_groups, share, room):
+                found.append((rank, share, segment, theirs))
+        nothing = _Load(order, lambda error: None, 0)
+        return [_Staged(nothing, *each, part, len(found)) for part, each in enumerate(found)]
+
+    def _pump(self) -> None:
+        """Gather what there are slots for, oldest first."""
+        while self._queue and self._own_free and self._queue[0].free:
+            staged = self._queue.popleft()
+            own, staged.slot = self._own_free.popleft(), staged.free.popleft()
+            group = staged.load.order.layer_group
+            blocks = blocks_of(
+                staged.segment.source, self._layouts, group, self._layer_groups, staged.share.mine
+            )
+            gathered = self._memory.gather(own * self._slot_bytes, blocks)
+            self._transfer.when(
+                gathered,
+                lambda staged=staged, own=own: self._write(staged, own),  # type: ignore[misc]
+                lambda error, staged=staged: self._ended(staged, error),  # type: ignore[misc]
+            )
+
+    def _write(self, staged: _Staged, own: int) -> None:
+        order, rank = staged.load.order, staged.rank
+        offset = share_offset(staged.slot, rank.slot_bytes, staged.share)
+        key = WriteKey(self._shard.rank, order.chunk, order.layer_group)
+        message = StagedWrite(
+            *(order.request_id, order.attempt, self._epoch, order.decode_epoch, key),
+            part=staged.part,
+            parts=staged.parts,
+            source_ranks=self._shard.tensor_parallel,
+            slot=staged.slot,
+            offset=offset,
+            pages=staged.segment.target,
+        )
+        staged.payload = encode(message)
+        runs = np.array([[own * self._slot_bytes, offset, staged.segment.size_bytes]], dtype=np.int64)
+        if rank.staging is None:
+            raise RuntimeError("a rank without slots was given a segment")
+        copies = [Copies(self._span, rank.staging, runs)]
+        landing = order.request_id, order.attempt, key, staged.part
+        self._landing[landing] = staged
+
+        def written(outcome: WriteOutcome) -> None:
+            self._own_free.append(own)
+            if outcome.error is not None and self._landing.pop(landing, None) is not None:
+                self._ended(staged, outcome.error)  # its slot is not used again: nobody knows what is in it
+            else:
+                self._pump()
+
+        self._transfer.write(rank.agent_name, copies, staged.payload, written)
+
+    def _ended(self, staged: _Staged, error: TransferError | None) -> None:
+        load = staged.load
+        load.left -= 1
+        load.error = load.error or error
+        if load.left == 0:
+            load.done(load.error)
+        self._pump()
