@@ -167,6 +167,8 @@ class Client:
                 return "left"
             except Refused as refusal:
                 self._tally.refusals[str(refusal)] += 1
+                if hurried:  # it may be refused for its deadline, which time does not mend
+                    return "deadline"
                 await asyncio.sleep(rng.uniform(0.2, PATIENCE_S))
             except httpx.TransportError:
                 self._tally.broken += 1
