@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from antiphon.kernels.attention import prefill_hopper
+from antiphon.kernels.collectives import one_shot
 from antiphon.kernels.cuda_library import CudaLibrary, KernelLibraryError
 from antiphon.kernels.dense import skinny
 from antiphon.kernels.moe import build as moe
 from antiphon.protocol.errors import AntiphonError
 
-LIBRARIES: tuple[CudaLibrary, ...] = (skinny.LIBRARY, moe.LIBRARY, prefill_hopper.LIBRARY)
+LIBRARIES: tuple[CudaLibrary, ...] = (skinny.LIBRARY, moe.LIBRARY, prefill_hopper.LIBRARY, one_shot.LIBRARY)
 """Every library that a worker on an H200 loads."""
 
 

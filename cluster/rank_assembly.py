@@ -26,7 +26,7 @@ from antiphon.model.parallel.load import load_parallel_model
 from antiphon.model.parallel.rank_group import RankGroup, open_store
 from antiphon.prefill_worker.orders import source_fence
 from antiphon.protocol.codec import decode
-from antiphon.protocol.errors import AntiphonError, WireError
+from antiphon.protocol.errors import AntiphonError, ConfigError, WireError
 from antiphon.protocol.identity import Role
 from antiphon.protocol.link import LinkSettings
 from antiphon.protocol.rank_messages import RankMeeting, StepMark
@@ -87,11 +87,23 @@ def load_rank(role: Role, config: DeploymentConfig, rank: int, store: Store) -> 
     path, samples = Path(config.model.path), role is Role.DECODE
     dtype = DTYPES[config.model.dtype]
     try:
-        model = load_parallel_model(path, layout, group.communicator, dtype, device, with_unembedding=samples)
-    except AntiphonError:
+        if device.type == "cpu":
+            plain = load_parallel_model(path, layout, group.communicator, dtype, with_unembedding=samples)
+            return plain, group
+        from antiphon.model.parallel.cuda_load import load_cuda_rank  # loads Triton
+
+        if config.model.dtype != "bfloat16":
+            raise ConfigError(f"model.dtype {config.model.dtype}: a GPU computes in bfloat16")
+        fast = load_cuda_rank(
+            *(path, layout, group.communicator, store, device),
+            with_unembedding=samples,
+            resident_fp8=mine.fp8_experts == "resident",
+        )
+    except BaseException:
         group.close()  # the others need not wait
         raise
-    return model, group
+    _log.info("%s rank %d runs on %s", role, rank, fast.road)
+    return fast, group
 
 
 class LeaderFollowers:

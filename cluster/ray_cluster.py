@@ -64,8 +64,13 @@ LOOPBACK_KV = {"UCX_NET_DEVICES": "lo"}
 SPARE_CPUS = 64
 """Of a private cluster, for workers that are added while it runs. Ray only counts them: they bind nothing."""
 
-ALL_GPUS_OF_A_WORKER = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""For workers of several ranks: each process sees the GPUs of all of them, which peer memory needs."""
+ALL_GPUS_OF_A_WORKER = {
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""For workers of several ranks: each process sees the GPUs of all of them, which peer memory needs. Multicast is
+off: the few rows of a decode step gain nothing by it, and a container seldom has the rights that it takes."""
 
 FOLDER_PREFIX = "antiphon-"
 """Of a private cluster's folder; the supervisor's process id follows."""

@@ -67,7 +67,7 @@ def assemble_worker(
         model.config,
         max_context_tokens=config.model.max_context_tokens,
         layer_groups=config.transfer.layer_groups,
-        decode_graphs=mine.device == "cuda" and role is Role.DECODE and ranks is None,
+        decode_graphs=mine.device == "cuda" and role is Role.DECODE,
     )
 
     grammars = harmony_grammars(model.config.vocab_size) if role is Role.DECODE else None

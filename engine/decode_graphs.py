@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -39,6 +40,14 @@ def padded_sizes(max_batch_size: int) -> tuple[int, ...]:
     """Batch sizes that get a graph: every one up to 8, then steps of 4, 8 and 16; the largest is included."""
     sizes = [*range(1, 9), 12, 16, *range(24, 65, 8), *range(80, max_batch_size + 16, 16)]
     return (*(size for size in sizes if size < max_batch_size), max_batch_size)
+
+
+@runtime_checkable
+class OverRanks(Protocol):
+    """A model whose calls set several ranks to work; see ``model.parallel.leader``."""
+
+    def for_all_ranks(self, captured: Captured) -> Captured:
+        """What replays a graph on every rank, given the one that was just captured here."""
 
 
 class DecodeGraphs:
@@ -70,14 +79,20 @@ class DecodeGraphs:
         """By row: the table that it shows, and up to which full and sliding logical page."""
         self._query_start = torch.arange(rows + 1, dtype=torch.int32, device=runtime.device)
         self._graphs: dict[int, Captured] = {
-            size: runtime.capture(partial(self._forward, size)) for size in reversed(padded_sizes(rows))
+            size: self._capture(runtime, partial(self._forward, size))
+            for size in reversed(padded_sizes(rows))
         }
         self._tails: dict[tuple[int, Way], Captured] = {
-            (size, way): runtime.capture(partial(self._sample, size, way))
+            (size, way): self._capture(runtime, partial(self._sample, size, way))
             for size in self._graphs
             for way in (Way.GREEDY, Way.BY_ID)
         }
         self._size_for = [min(size for size in self._graphs if size >= count) for count in range(rows + 1)]
+
+    def _capture(self, runtime: DeviceRuntime, compute: Callable[[], Tensor]) -> Captured:
+        """Of a model over several ranks, a graph that all of them replay."""
+        captured = runtime.capture(compute)
+        return self._model.for_all_ranks(captured) if isinstance(self._model, OverRanks) else captured
 
     def tail(self, count: int, wishes: Wishes) -> Captured | None:
         """Logits and choice of a step of ``count`` sequences, when every row is sampled in one simple way;

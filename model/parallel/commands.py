@@ -7,6 +7,8 @@ GREEDY      rows                                                    hidden state
 TOP_K       rows, k                                                 hidden states
 MESSAGE     bytes                                                   (control group) the bytes
 HEARTBEAT                                                           (control group) a sum of ones
+CAPTURE     number of a graph                                       the command to record follows
+REPLAY      number of a graph
 STOP
 """
 
@@ -37,6 +39,8 @@ class Command(IntEnum):
     LOGITS = 4
     GREEDY = 5
     TOP_K = 6
+    CAPTURE = 7
+    REPLAY = 8
 
 
 class RankModel(LanguageModel, Protocol):

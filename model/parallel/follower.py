@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ class FollowerLoop:
         self._on_message = on_message
         self._geometry = kv_geometry(model.config, kv)
         self._steps = 0
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None  # torch names its type only privately
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -61,7 +64,23 @@ class FollowerLoop:
             self._group.close()
 
     def _follow(self) -> bool:
+        return self._carry_out(*self._channel.receive())
+
+    def _capture(self, number: int) -> None:
+        """Record what the next command computes, as rank 0 does now; it is issued at every replay.
+
+        All graphs share one memory pool: they are replayed one after the other, and nothing of one is read
+        later.
+        """
         command, numbers = self._channel.receive()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of this process go on using the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._carry_out(command, numbers)
+        self._pool = graph.pool()
+        self._graphs[number] = graph
+
+    def _carry_out(self, command: Command, numbers: list[int]) -> bool:
         match command:
             case Command.FORWARD:
                 self._forward(BatchSizes(*numbers[:4]), (numbers[4], numbers[5], numbers[6]))
@@ -71,6 +90,10 @@ class FollowerLoop:
                 self._model.greedy(self._hidden(numbers[0]))
             case Command.TOP_K:
                 self._model.top_k(self._hidden(numbers[0]), numbers[1])
+            case Command.CAPTURE:
+                self._capture(numbers[0])
+            case Command.REPLAY:
+                self._graphs[numbers[0]].replay()
             case Command.MESSAGE:
                 self._message(numbers[0])
             case Command.HEARTBEAT:

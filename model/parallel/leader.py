@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,28 @@ from antiphon.model.parallel.rank_group import RankGroup
 from antiphon.protocol.errors import RankLostError
 
 _log = logging.getLogger(__name__)
+
+
+class Captured(Protocol):
+    """Work that can be issued again and again, in fixed memory."""
+
+    output: Tensor
+
+    def replay(self) -> None:
+        """Issue it; ``output`` is overwritten."""
+
+
+class _OnAllRanks:
+    """A graph of rank 0 whose replay has the other ranks replay theirs."""
+
+    def __init__(self, leader: LeaderModel, captured: Captured, number: int) -> None:
+        self._leader = leader
+        self._captured = captured
+        self._number = number
+        self.output = captured.output
+
+    def replay(self) -> None:
+        self._leader.replay(self._number, self._captured)
 
 
 class LeaderModel:
@@ -53,6 +76,9 @@ class LeaderModel:
         """The thread whose command is under way; it holds ``_turn``."""
         self._deferred: list[bytes] = []
         self._steps = 0
+        self._captures = 0
+        self._claimed = 0
+        """Of the captures, those that a graph stands for already."""
         self._computing = False
         self._failure: BaseException | None = None
         self._stopping = threading.Event()
@@ -139,6 +165,27 @@ class LeaderModel:
         with self._command():
             return self._model.top_k(self._announce(Command.TOP_K, hidden, k), k)
 
+    def for_all_ranks(self, captured: Captured) -> Captured:
+        """What replays a graph on every rank, given the one that was just captured here.
+
+        Raises:
+            RuntimeError: it holds several calls of this model, of which the others would replay only one.
+        """
+        made, self._claimed = range(self._claimed + 1, self._captures + 1), self._captures
+        if len(made) > 1:
+            raise RuntimeError(f"a graph of {len(made)} commands cannot be replayed as one")
+        return _OnAllRanks(self, captured, made.start) if made else captured
+
+    def replay(self, number: int, captured: Captured) -> None:
+        """Issue a captured command on every rank.
+
+        Raises:
+            RankLostError: another rank died, hangs, or was lost before.
+        """
+        with self._command():
+            self._channel.send(Command.REPLAY, number)
+            captured.replay()
+
     def publish(self, message: bytes) -> None:
         """Hand every other rank a message, in order with the steps; from any thread.
 
@@ -179,13 +226,15 @@ class LeaderModel:
     @contextmanager
     def _command(self) -> Iterator[None]:
         """One command, from its header to the end of its work on this rank."""
-        if self._model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a CUDA graph of a step over several ranks must be captured by all of them")
+        capturing = self._model.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         with self._turn:
             if self._failure is not None:
                 raise RankLostError(f"the ranks were stopped before: {self._failure}") from self._failure
             self._busy = threading.get_ident()
             try:
+                if capturing:
+                    self._captures += 1
+                    self._channel.send(Command.CAPTURE, self._captures)
                 yield
                 self._send_deferred()
             except BaseException as error:

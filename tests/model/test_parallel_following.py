@@ -54,6 +54,17 @@ def small(spread_config: GptOssConfig) -> GptOssConfig:
     return replace(spread_config, num_hidden_layers=2)
 
 
+class OneToken:
+    """Pages enough for a model that is only asked for logits."""
+
+    def __init__(self, model: ParallelTransformer) -> None:
+        shape = (1, len(model.shape.kv_heads), 2, PAGE, model.config.head_dim)
+        self._pages = torch.zeros(shape)
+
+    def layer(self, index: int) -> Tensor:
+        return self._pages
+
+
 def note(seen: list[Any]) -> Callable[[int, int], None]:
     """An ``after_layer`` that writes down (step, layer)."""
     return lambda step, layer: seen.append((step, layer))
@@ -406,13 +417,68 @@ def test_a_meeting_place_that_is_taken_or_not_there_is_an_error() -> None:
         open_store(1, 2, port=port, timeout_s=1.0)
 
 
-def test_rank_0_alone_does_not_capture_a_graph(small: GptOssConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others would compute at once what rank 0 only records."""
-    group = RankGroup.single()
-    model = build(small, group)
-    leader = LeaderModel(model, group)
-    leader.start()
-    model.device = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="captured by all"):
-        leader.logits(torch.zeros(1, small.hidden_size))
+class Recorded:
+    """Stands in for a graph of rank 0."""
+
+    output = torch.zeros(1)
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+def test_what_rank_0_captures_all_ranks_capture_and_replay(
+    small: GptOssConfig, in_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of commands around a graph; the graphs themselves need GPUs."""
+    seen: list[tuple[int, str]] = []
+
+    class Graph:
+        def pool(self) -> int:
+            return 7
+
+        def replay(self) -> None:
+            seen.append((1, "replayed"))
+
+    class Recording:
+        def __init__(self, graph: Graph, pool: int | None, capture_error_mode: str) -> None:
+            seen.append((1, f"captures into pool {pool}"))
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Recording)
+
+    def work(group: RankGroup) -> int:
+        model = build(small, group)
+        if group.rank > 0:
+            FollowerLoop(model, OneToken(model), group).run()
+            return 0
+        leader = LeaderModel(model, group)
+        leader.start()
+        hidden = torch.zeros(1, small.hidden_size)
+        graph = Recorded()
+        assert leader.for_all_ranks(graph) is graph, "nothing was captured"
+        model.device = torch.device("cuda")
+        capturing = [True, True, False]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+        leader.logits(hidden)
+        on_all = leader.for_all_ranks(graph)
+        leader.logits(hidden)
+        leader.logits(hidden)
+        with pytest.raises(RuntimeError, match="a graph of 2 commands"):
+            leader.for_all_ranks(graph)
+        capturing[0] = False
+        on_all.replay()
+        on_all.replay()
+        model.device = torch.device("cpu")
+        leader.close()
+        return graph.replays
+
+    assert in_ranks(2, work) == [2, 0]
+    pools = ["captures into pool None", *["captures into pool 7"] * 2]
+    assert [what for _, what in seen] == [*pools, "replayed", "replayed"]

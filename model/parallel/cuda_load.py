@@ -1,0 +1,57 @@
+"""From a checkpoint's files to one rank's GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from antiphon.model.checkpoint.index import open_checkpoint
+from antiphon.model.checkpoint.layout import TensorKind
+from antiphon.model.parallel.communicator import Communicator
+from antiphon.model.parallel.cuda_transformer import CudaRankTransformer
+from antiphon.model.parallel.layout import ParallelLayout
+from antiphon.model.parallel.load import read_shard
+from antiphon.model.parallel.peer_memory import FusedReduce
+
+FUSED_ROWS = 64
+"""Rows up to which a sum over ranks is one launch over peer memory: half of what a decode step may have."""
+
+
+def load_cuda_rank(
+    directory: Path,
+    layout: ParallelLayout,
+    communicator: Communicator,
+    store: Store,
+    device: torch.device,
+    *,
+    with_unembedding: bool = True,
+    resident_fp8: bool = False,
+    fused_rows: int = FUSED_ROWS,
+) -> CudaRankTransformer:
+    """Read one rank's part of a checkpoint of either layout into the fast model.
+
+    Args:
+        store: the ranks' meeting place, where they exchange the handles of their memory.
+        with_unembedding: False for workers that never sample; their steps have many rows, and no peer memory.
+        fused_rows: 0 takes every sum over the communicator.
+
+    Raises:
+        CheckpointError: see ``open_checkpoint`` and ``read_shard``.
+        ConfigError: the model cannot be spread this way.
+        KernelLibraryError: the kernels for this model's shape were not built.
+        RankLostError: another rank did not come, or its memory cannot be reached.
+    """
+    index = open_checkpoint(directory)
+    layout.check(index.config)
+    row_reduce = None
+    if with_unembedding and fused_rows and communicator.size > 1:
+        row_reduce = FusedReduce(store, communicator, fused_rows, index.config.hidden_size, device)
+    skip = frozenset[TensorKind]() if with_unembedding else frozenset({TensorKind.UNEMBEDDING})
+    return CudaRankTransformer(
+        *(index.config, layout, communicator, read_shard(index, layout, skip), device),
+        row_reduce=row_reduce,
+        with_unembedding=with_unembedding,
+        resident_fp8=resident_fp8,
+    )
