@@ -69,8 +69,8 @@ ALL_GPUS_OF_A_WORKER = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NCCL_NVLS_ENABLE": "0",
 }
-"""For workers of several ranks: each process sees the GPUs of all of them, which peer memory needs. Multicast is
-off: the few rows of a decode step gain nothing by it, and a container seldom has the rights that it takes."""
+"""For workers of several ranks: each process sees the GPUs of all of them, which peer memory needs. Multicast
+is off: the few rows of a decode step gain nothing by it, and containers seldom have the rights for it."""
 
 FOLDER_PREFIX = "antiphon-"
 """Of a private cluster's folder; the supervisor's process id follows."""
