@@ -11,6 +11,7 @@ from pydantic import JsonValue
 from antiphon.protocol.grammar import FreeText, JsonSchema, RegionContent
 from antiphon.router.conversation import Conversation, ResponseFormatKind, ToolChoiceMode, ToolDefinition
 from antiphon.router.formatter import InvalidPrompt
+from antiphon.router.schema_wording import in_known_words
 
 _NO_PARAMETERS: dict[str, JsonValue] = {"type": "object", "properties": {}, "additionalProperties": False}
 _FORCED = (ToolChoiceMode.NAMED, ToolChoiceMode.REQUIRED)
@@ -63,7 +64,7 @@ def demands_of(conversation: Conversation) -> AnswerDemands | None:
     forced = choice.mode in _FORCED
     schema: _JsonObject | None = None
     if not forced and form.kind is not ResponseFormatKind.TEXT:
-        schema = {"type": "object"} if form.schema is None else form.schema
+        schema = {"type": "object"} if form.schema is None else _followed(form.schema)
     tools = () if choice.mode is ToolChoiceMode.NONE else conversation.tools
     if choice.mode is ToolChoiceMode.NAMED:
         tools = tuple(tool for tool in tools if tool.name == choice.name)
@@ -77,4 +78,12 @@ def demands_of(conversation: Conversation) -> AnswerDemands | None:
 
 def _arguments(tool: ToolDefinition) -> _JsonObject:
     """Arguments are an object, whether or not the schema says so."""
-    return _NO_PARAMETERS if tool.parameters is None else {"type": "object", **tool.parameters}
+    return _NO_PARAMETERS if tool.parameters is None else _followed({"type": "object", **tool.parameters})
+
+
+def _followed(schema: _JsonObject) -> _JsonObject:
+    """A schema as answers are kept to it; one that is nested too deeply stays as it is, and is refused."""
+    try:
+        return in_known_words(schema)
+    except RecursionError:
+        return schema

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
 
 from antiphon.router.json_schemas import MAX_EXPRESSIONS, UnusableSchema, check_schema
+from antiphon.router.schema_wording import CHECKED_FORMATS, in_known_words
 
 NOT = {"not": {"type": "string"}}
 DEEP: dict[str, Any] = {"type": "string"}
@@ -63,6 +64,53 @@ def test_unusable(schema: Any, path: str, why: str) -> None:
     with pytest.raises(UnusableSchema, match=why) as caught:
         check_schema(schema)
     assert caught.value.path == path
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: int
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog"] = "dog"
+    name: str
+
+
+class Owner(pydantic.BaseModel):
+    pet: Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
+
+
+@pytest.mark.parametrize("name", sorted(CHECKED_FORMATS))
+def test_checked_formats_are_those_that_can_be_followed(name: str) -> None:
+    check_schema({"type": "string", "format": name})
+
+
+def test_schemas_of_the_wild_become_usable() -> None:
+    schema = in_known_words(Owner.model_json_schema())
+    check_schema(schema)
+    assert [variant["required"] for variant in schema["properties"]["pet"]["oneOf"]] == [["kind"], ["kind"]]
+    annotated = {
+        "type": "object",
+        "properties": {
+            "format": {"type": "string", "format": "binary"},
+            "uniqueItems": {"type": "array", "items": {"format": "path"}, "uniqueItems": False},
+            "when": {"type": "string", "format": "date", "default": {"format": "binary"}},
+            "what": {"const": {"format": "binary", "uniqueItems": False}},
+        },
+    }
+    reworded = in_known_words(annotated)
+    check_schema(reworded)
+    assert reworded["properties"] == {
+        "format": {"type": "string"},
+        "uniqueItems": {"type": "array", "items": {}},
+        "when": annotated["properties"]["when"],
+        "what": annotated["properties"]["what"],
+    }
+
+
+def test_what_needs_no_other_words_stays() -> None:
+    for schema in ({"oneOf": [{"type": "string"}, True], "discriminator": {}}, {"uniqueItems": True}, {}):
+        assert in_known_words(schema) == schema
 
 
 def test_a_schema_nested_too_deeply() -> None:
