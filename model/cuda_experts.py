@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels import portable_moe
-from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
+from antiphon.kernels.dense.norm import rms_norm
+from antiphon.kernels.moe import mixed, prefill
 from antiphon.kernels.moe.decode import MAX_TOKENS, MoeWorkspace, moe_add_rms_norm, route_grouped
 from antiphon.kernels.moe.fp8_weights import Fp8Experts
-from antiphon.kernels.moe.mixed import MixedWorkspace, RowExponents, moe_mixed
-from antiphon.kernels.moe.prefill import Fp8Workspace, moe_fp8
+from antiphon.kernels.moe.mixed import MixedWorkspace, RowExponents
+from antiphon.kernels.moe.prefill import Fp8Workspace
 from antiphon.kernels.moe.regime import streams_4_bit
 from antiphon.kernels.moe.streamed import StreamedExperts
 from antiphon.kernels.reference import ExpertMatrix
@@ -50,13 +51,11 @@ class ExpertLayers(Protocol):
         normed: Tensor | None,
         norm: Tensor,
         following_norm: Tensor,
-        following_weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """``x + experts(normed)`` and its RMSNorm with ``following_norm``; all [T, H], x may be reused.
 
         Args:
             normed: the RMSNorm of x with ``norm``; None has it made here.
-            following_weights: what the next launch reads; it may be fetched ahead.
         """
 
 
@@ -78,7 +77,6 @@ class PortableExpertLayers:
         normed: Tensor | None,
         norm: Tensor,
         following_norm: Tensor,
-        following_weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """See ``ExpertLayers``."""
         config, experts = self._config, self._layers[layer]
@@ -139,7 +137,6 @@ class HopperExpertLayers:
         normed: Tensor | None,
         norm: Tensor,
         following_norm: Tensor,
-        following_weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """See ``ExpertLayers``."""
         config = self._config
@@ -157,14 +154,14 @@ class HopperExpertLayers:
             return x, normed
         normed = rms_norm(x, norm, config.rms_norm_eps) if normed is None else normed
         ids, weights = route(normed, gate_weight, gate_bias, config.experts_per_token)
+        behind = (x, following_norm, config.rms_norm_eps)
         if self.resident_fp8:
-            out = moe_fp8(normed, ids, weights, self._fp8[layer], self._fp8_buffers(x.shape[0]))
-        else:
-            out = moe_mixed(
-                *(normed, ids, weights, self._streamed[layer], self._exponents[layer]),
-                self._mixed_buffers(x.shape[0]),
-            )
-        return x, add_rms_norm_(out, x, following_norm, config.rms_norm_eps)
+            buffers, fp8 = self._fp8_buffers(x.shape[0]), self._fp8[layer]
+            return x, prefill.moe_add_rms_norm_(normed, ids, weights, fp8, buffers, *behind)
+        return x, mixed.moe_add_rms_norm_(
+            *(normed, ids, weights, self._streamed[layer], self._exponents[layer]),
+            *(self._mixed_buffers(x.shape[0]), *behind),
+        )
 
     def _mixed_buffers(self, tokens: int) -> MixedWorkspace:
         """Buffers for the largest chunk seen; steps of one size, the usual case, allocate once."""

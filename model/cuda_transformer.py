@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels import reference
+from antiphon.kernels.attention import prefill_hopper
 from antiphon.kernels.attention.decode import DecodeAttention
 from antiphon.kernels.attention.prefill import prefill_attention
+from antiphon.kernels.attention.prefill_hopper import hopper_prefill_attention
 from antiphon.kernels.dense import skinny
 from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write, rotation_table
 from antiphon.kernels.moe import build as moe_build
+from antiphon.kernels.moe import chunk_norm
 from antiphon.kernels.reference import ExpertMatrix, PagedSequences
 from antiphon.model.checkpoint.index import open_checkpoint
 from antiphon.model.checkpoint.layout import TensorKind
@@ -96,6 +99,7 @@ class CudaTransformer:
                 raise ValueError(f"the Hopper kernels cannot run this model: {reason}")
             skinny.LIBRARY.load()
             moe_build.LIBRARY.load()
+            prefill_hopper.LIBRARY.load()
         tensors = collect_parameters(parameters, self.device, skip_unembedding=not with_unembedding)
         self._embedding = tensors.pop("embedding.weight")
         self._norm = tensors.pop("norm.scale").bfloat16()
@@ -146,12 +150,8 @@ class CudaTransformer:
                     after_layer(index)
                 return normed
             mlp_input = self._output_projection(x, mixed, weights)
-            following = self._layers[index + 1] if index + 1 < len(self._layers) else None
-            x, normed = self._experts.forward(
-                *(index, x, mlp_input, weights.mlp_norm),
-                self._norm if following is None else following.attn_norm,
-                self._unembedding if following is None else following.qkv_weight,
-            )
+            following = self._layers[index + 1].attn_norm if index + 1 < len(self._layers) else self._norm
+            x, normed = self._experts.forward(index, x, mlp_input, weights.mlp_norm, following)
             if after_layer is not None:
                 after_layer(index)
         return normed
@@ -198,7 +198,10 @@ class CudaTransformer:
         sequence_count = sequences.kv_len.shape[0]
         if tokens != sequence_count:
             longest = tokens - sequence_count + 1  # every sequence has at least one query token
-            return prefill_attention(query, kv_layer, sequences, weights.sinks, window, scale, longest)
+            # The CUDA kernel is made for pages of 64 positions.
+            fast = self.road is Road.HOPPER and kv_layer.shape[3] == prefill_hopper.PAGE
+            attend = hopper_prefill_attention if fast else prefill_attention
+            return attend(query, kv_layer, sequences, weights.sinks, window, scale, longest)
         kernel = self._decode_kernel(tokens)
         out = torch.empty_like(query)
         if window is None:
@@ -212,7 +215,8 @@ class CudaTransformer:
             skinny.output_projection_(mixed, weights.out_weight, weights.out_bias, x, pdl=True)
             return None
         delta = torch.nn.functional.linear(mixed, weights.out_weight, weights.out_bias)
-        return add_rms_norm_(delta, x, weights.mlp_norm, self.config.rms_norm_eps)
+        add_norm = chunk_norm.add_rms_norm_ if self.road is Road.HOPPER else add_rms_norm_
+        return add_norm(delta, x, weights.mlp_norm, self.config.rms_norm_eps)
 
     def _skinny(self, tokens: int) -> bool:
         return self.road is Road.HOPPER and tokens <= skinny.MAX_TOKENS

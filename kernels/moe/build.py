@@ -26,8 +26,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     # x, activations, scale, tokens, token_tile, overlap, stream
     "antiphon_moe_split": (*(_POINTER,) * 3, *(_NUMBER,) * 3, _POINTER),
     # gate_up, gate_up_bias, down, down_bias, activations, scale, order, tiles, tile_count, ready, hidden,
-    # pair_weight, partial, next_weights, next_bytes, max_tiles, token_tile, grid, overlap, stream
-    "antiphon_moe_experts": (*(_POINTER,) * 14, _LONG, *(_NUMBER,) * 4, _POINTER),
+    # pair_weight, partial, max_tiles, token_tile, grid, overlap, stream
+    "antiphon_moe_experts": (*(_POINTER,) * 13, *(_NUMBER,) * 4, _POINTER),
     # ids, pairs, order, tiles, tile_count, ready, first_expert, experts, token_tile, overlap, stream
     "antiphon_moe_group": (_POINTER, _NUMBER, *(_POINTER,) * 4, *(_NUMBER,) * 4, _POINTER),
     # x, norm, eps, weight, bias, logits, ids, weights, activations, scale, tickets, tokens, all_experts,
@@ -54,6 +54,10 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "antiphon_moe_fp8_down": (*(_POINTER,) * 8, _NUMBER, _POINTER),
     # rows, slots, out, tokens, stream
     "antiphon_moe_fp8_combine": (*(_POINTER,) * 3, _NUMBER, _POINTER),
+    # rows, slots, residual, norm, out, eps, tokens, stream
+    "antiphon_moe_chunk_combine_norm": (*(_POINTER,) * 5, _REAL, _NUMBER, _POINTER),
+    # delta, residual, norm, out, eps, tokens, stream
+    "antiphon_moe_chunk_add_norm": (*(_POINTER,) * 4, _REAL, _NUMBER, _POINTER),
     # x, ids, expert_weights, rank, first_tile, activations, token_scale, row_weight, slots, tokens,
     # first_expert, experts, tile_rows, stream
     "antiphon_moe_mixed_quantise": (*(_POINTER,) * 9, *(_NUMBER,) * 4, _POINTER),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.moe.build import launch
+from antiphon.kernels.moe.chunk_norm import combine_rms_norm_
 from antiphon.kernels.moe.streamed import DIM, StreamedExperts
 from antiphon.kernels.reference import ExpertMatrix
 
@@ -25,6 +26,8 @@ TOP_K = 4
 MAX_EXPERTS = 128
 NARROW_TILES = (32, 48, 64)
 WIDE_TILE = 256
+TILES = (*NARROW_TILES, 192, WIDE_TILE)
+"""What the kernels are built for; 192 has three warpgroups at work where 256 has two."""
 ROW_BYTES = -(-DIM // 128) * 128
 """Of a token's operand: whole tiles of 128 columns."""
 EXACT_SPREAD = 14
@@ -115,7 +118,7 @@ class MixedWorkspace:
         def most_tiles(tile_rows: int) -> int:
             return min(pairs, pairs // tile_rows + self.experts)
 
-        rows = max(most_tiles(tile) * tile for tile in (*NARROW_TILES, WIDE_TILE))
+        rows = max(most_tiles(tile) * tile for tile in TILES)
         tiles = most_tiles(NARROW_TILES[0])
 
         def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -158,7 +161,7 @@ def moe_mixed(
     Args:
         x: [T, 2880] bf16. expert_ids: [T, 4] int64, negative for padding. expert_weights: [T, 4] bf16.
         out: [T, 2880] bf16, allocated when None.
-        tile: tokens of a tile, 32, 48, 64 or 256; ``choose_tile`` when None.
+        tile: tokens of a tile, one of TILES; ``choose_tile`` when None.
 
     Returns:
         ``out``: float32 sums over k in order of bf16 terms; identical from run to run.
@@ -167,11 +170,46 @@ def moe_mixed(
     out = torch.empty_like(x) if out is None else out
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, out)
     tile = choose_tile(tokens, workspace.all_experts) if tile is None else tile
+    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile)
+    launch("fp8_combine", workspace.rows.data_ptr(), workspace.slots.data_ptr(), out.data_ptr(), tokens)
+    return out
+
+
+def moe_add_rms_norm_(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    experts: StreamedExperts,
+    exponents: RowExponents,
+    workspace: MixedWorkspace,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> Tensor:
+    """``moe_mixed``, then ``residual += moe`` in place, then the next RMSNorm of it, which is returned.
+
+    Args:
+        x, residual: [T, 2880] bf16. norm_weight: [2880] bf16. The others as of ``moe_mixed``.
+    """
+    _check_arguments(x, expert_ids, expert_weights, experts, workspace, residual)
+    tile = choose_tile(x.shape[0], workspace.all_experts)
+    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile)
+    return combine_rms_norm_(workspace.rows, workspace.slots, residual, norm_weight, eps)
+
+
+def multiply(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    experts: StreamedExperts,
+    exponents: RowExponents,
+    workspace: MixedWorkspace,
+    tile: int,
+) -> None:
+    """Everything but the combine: weighted outputs in workspace.rows, their places in workspace.slots."""
     route(expert_ids, workspace, tile)
     quantise(x, expert_ids, expert_weights, workspace, tile)
     run_experts(experts, exponents, workspace, tile)
-    launch("fp8_combine", workspace.rows.data_ptr(), workspace.slots.data_ptr(), out.data_ptr(), tokens)
-    return out
 
 
 def route(expert_ids: Tensor, workspace: MixedWorkspace, tile: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.moe.build import launch
+from antiphon.kernels.moe.chunk_norm import combine_rms_norm_
 from antiphon.kernels.moe.fp8_weights import TILE, TILES_K, Fp8Experts
 from antiphon.kernels.moe.streamed import DIM
 
@@ -97,11 +98,42 @@ def moe_fp8(
     tokens = x.shape[0]
     out = torch.empty_like(x) if out is None else out
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, out)
+    multiply(x, expert_ids, expert_weights, experts, workspace)
+    launch("fp8_combine", workspace.rows.data_ptr(), workspace.slots.data_ptr(), out.data_ptr(), tokens)
+    return out
+
+
+def moe_add_rms_norm_(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    experts: Fp8Experts,
+    workspace: Fp8Workspace,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> Tensor:
+    """``moe_fp8``, then ``residual += moe`` in place, then the next RMSNorm of it, which is returned.
+
+    Args:
+        x, residual: [T, 2880] bf16. norm_weight: [2880] bf16. The others as of ``moe_fp8``.
+    """
+    _check_arguments(x, expert_ids, expert_weights, experts, workspace, residual)
+    multiply(x, expert_ids, expert_weights, experts, workspace)
+    return combine_rms_norm_(workspace.rows, workspace.slots, residual, norm_weight, eps)
+
+
+def multiply(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    experts: Fp8Experts,
+    workspace: Fp8Workspace,
+) -> None:
+    """Everything but the combine: weighted outputs in workspace.rows, their places in workspace.slots."""
     route(expert_ids, workspace)
     quantise(x, expert_ids, expert_weights, workspace)
     run_experts(experts, workspace)
-    launch("fp8_combine", workspace.rows.data_ptr(), workspace.slots.data_ptr(), out.data_ptr(), tokens)
-    return out
 
 
 def route(expert_ids: Tensor, workspace: Fp8Workspace) -> None:

@@ -119,38 +119,42 @@ def test_teacher_forced_logits_follow_float32(shape: str, road: Road, sequences:
 
 def rounded(values: Tensor, factor: Tensor | float) -> Tensor:
     """Values as e4m3 of so many times them."""
-    return (values.float() * factor).to(torch.float8_e4m3fn).to(values.dtype) / factor
+    return ((values.float() * factor).to(torch.float8_e4m3fn).float() / factor).to(values.dtype)
 
 
 def rounded_activations(x: Tensor, columns: int) -> Tensor:
     """[T, H] as e4m3 with one scale for so many columns of a token."""
     groups = x.split(columns, dim=-1)
-    return torch.cat([rounded(part, 448 / part.abs().amax(-1, keepdim=True)) for part in groups], dim=-1)
+    return torch.cat([rounded(part, 448 / part.float().abs().amax(-1, keepdim=True)) for part in groups], -1)
 
 
 @pytest.mark.parametrize(("resident", "chunk"), [(True, 384), (False, 384), (False, 696)])
-def test_long_chunks_round_the_operands_of_experts_to_e4m3_and_nothing_else(
+def test_long_chunks_lose_what_e4m3_operands_lose(
     resident: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A random model amplifies e4m3's 2.7 % a layer: the yardstick is the plain op with the same roundings."""
+    """A random model amplifies any rounding: the yardstick is the plain one with the same roundings."""
     config = four_layers("gpt-oss-20b")
     prompts = tokens(1, 696)
     exact = teacher_forced(plain(config, torch.float32), prompts, 696, 696, torch.float32)
-    yardstick = teacher_forced(plain(config, torch.bfloat16), prompts, 696, 696, torch.bfloat16)
-    same_plain, error_plain = agreement(yardstick, exact)
     parameters = synthesize_parameters(config, 0, "cuda")
     model = CudaTransformer(config, parameters, road=Road.HOPPER, resident_fp8=resident)
-    got = teacher_forced(model, prompts, chunk, 696, torch.bfloat16)
+    same, error = agreement(teacher_forced(model, prompts, chunk, 696, torch.bfloat16), exact)
     plain_moe, plain_swiglu = reference.moe, reference.swiglu
     columns = 128 if resident else config.hidden_size
-    monkeypatch.setattr(reference, "moe", lambda x, *rest: plain_moe(rounded_activations(x, columns), *rest))
-    monkeypatch.setattr(reference, "swiglu", lambda x, limit: rounded(plain_swiglu(x, limit=limit), 8.0))
-    expected = teacher_forced(plain(config, torch.float32), prompts, 696, 696, torch.float32)
-    same, error = agreement(got, expected)
+
+    def moe(x: Tensor, *others: Tensor) -> Tensor:
+        return plain_moe(rounded_activations(x, columns), *others)
+
+    def swiglu(x: Tensor, limit: float) -> Tensor:
+        return rounded(plain_swiglu(x, limit=limit), 8.0)
+
+    monkeypatch.setattr(reference, "moe", moe)
+    monkeypatch.setattr(reference, "swiglu", swiglu)
+    yardstick = teacher_forced(plain(config, torch.bfloat16), prompts, 696, 696, torch.bfloat16)
+    same_plain, error_plain = agreement(yardstick, exact)
     print(f"FP8 {resident=} {chunk=}: argmax equal at {same:.4f}, error {error:.4f}")
-    print(f"  to unrounded weights and activations: {agreement(got, exact)}")
-    print(f"  plain bf16: {same_plain:.4f}, {error_plain:.4f}")
-    assert error <= 1.5 * error_plain
+    print(f"  plain bf16 with e4m3 operands: {same_plain:.4f}, {error_plain:.4f}")
+    assert error <= 1.2 * error_plain
     assert same >= same_plain - 0.05
 
 

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from antiphon.benchmarks.timing import relative_error
 from antiphon.kernels import reference
-from antiphon.kernels.moe.mixed import MixedWorkspace, RowExponents, moe_mixed, route
+from antiphon.kernels.moe.chunk_norm import add_rms_norm_
+from antiphon.kernels.moe.mixed import (
+    MixedWorkspace,
+    RowExponents,
+    moe_add_rms_norm_,
+    moe_mixed,
+    route,
+)
 from antiphon.kernels.moe.streamed import DIM, StreamedExperts
 from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
 
@@ -74,7 +81,7 @@ def run(x: Tensor, ids: Tensor, weights: Tensor, layer: Layer, tile: int | None 
     return moe_mixed(x, ids, weights, layer.experts, layer.exponents, workspace, out, tile)
 
 
-@pytest.mark.parametrize("tile", [32, 48, 64, 256])
+@pytest.mark.parametrize("tile", [32, 48, 64, 192, 256])
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 127, 200, 511, 512, 513, 1030])
 def test_moe_matches_the_plain_op(layer: Layer, tokens: int, tile: int) -> None:
     torch.manual_seed(tokens)
@@ -174,6 +181,24 @@ def test_foreign_tensors_are_refused(layer: Layer) -> None:
             layer.exponents,
             workspace,
         )
+
+
+def test_the_fused_norm_equals_its_parts(layer: Layer) -> None:
+    torch.manual_seed(12)
+    x, residual = (torch.randn(700, DIM, device="cuda").bfloat16() for _ in range(2))
+    ids, weights = random_routing(700)
+    ids[690:] = -1
+    gain = torch.randn(DIM, device="cuda").bfloat16()
+    workspace = MixedWorkspace(700, EXPERTS, x.device)
+    moe = moe_mixed(x, ids, weights, layer.experts, layer.exponents, workspace)
+    expected, ours, again = residual + moe, residual.clone(), residual.clone()
+    normed = moe_add_rms_norm_(
+        *(x, ids, weights, layer.experts, layer.exponents, workspace, ours, gain), eps=1e-5
+    )
+    assert torch.equal(ours, expected)
+    assert relative_error(normed, reference.rms_norm(expected.float(), gain.float(), 1e-5)) <= 3e-3
+    assert torch.equal(add_rms_norm_(moe, again, gain, 1e-5), normed)
+    assert torch.equal(again, expected)
 
 
 def test_outliers_leave_the_rest_of_their_token_in_place() -> None:

@@ -16,7 +16,8 @@
 namespace antiphon::mixed {
 namespace {
 
-using Wide = Shape<2, 256, 4, 6, 232>;
+using Wide = Shape<3, 192, 4, 6, 160>;
+using Wider = Shape<2, 256, 4, 6, 232>;
 template <int N>
 using Narrow = Shape<3, N, 6, 8, 160>;
 
@@ -30,11 +31,12 @@ __device__ __forceinline__ void multiply(float* acc, const uint32_t (&weights)[8
 }
 
 // The sums of a tile of many tokens: 64 rows x N, all 2880 columns.
+template <typename S>
 struct WideSums {
-  float acc[Wide::kTileRows / 2];  // one array for every width: registers are not moved between branches
+  float acc[S::kTileRows / 2];  // one array for every width: registers are not moved between branches
 
   template <int N>
-  __device__ __forceinline__ void accumulate(Consumer<Wide>& c, uint32_t offsets) {
+  __device__ __forceinline__ void accumulate(Consumer<S>& c, uint32_t offsets) {
     uint32_t even[8], odd[8];
     int held = 0;  // token slot whose products may still be running
     c.widen(offsets, even);
@@ -146,29 +148,39 @@ struct Rows {
   }
 };
 
-template <int N, bool GATED>
-__device__ __forceinline__ void run_wide(const Arguments& a, const Work& work, Consumer<Wide>& c, WideSums& sums) {
-  const Rows<Wide, GATED> rows(a, work, c.group);
-  sums.accumulate<N>(c, level_offsets(rows.tops[0], rows.tops[1]));
+template <int N, bool GATED, typename S>
+__device__ __forceinline__ void run_wide(const Arguments& a, const Work& work, Consumer<S>& c, WideSums<S>& sums) {
+  const Rows<S, GATED> rows(a, work, c.group);
+  sums.template accumulate<N>(c, level_offsets(rows.tops[0], rows.tops[1]));
   rows.template store<N>(a, work, sums.acc, {row_factor(rows.tops[0]), row_factor(rows.tops[1])});
 }
 
-template <bool GATED>
-__device__ __forceinline__ void consume(const Arguments& a, int total, Consumer<Wide>& c) {
-  WideSums sums;
+template <bool GATED, typename S>
+__device__ __forceinline__ void consume_wide(const Arguments& a, int total, Consumer<S>& c) {
+  WideSums<S> sums;
   for (int index = blockIdx.x; index < total; index += gridDim.x) {
-    const Work work = work_at<Wide>(a, index);
+    const Work work = work_at<S>(a, index);
     const int tokens = __shfl_sync(0xFFFFFFFFu, work.tile.rows, 0);
     if (tokens <= 64) {
       run_wide<64, GATED>(a, work, c, sums);
     } else if (tokens <= 128) {
       run_wide<128, GATED>(a, work, c, sums);
-    } else if (tokens <= 192) {
+    } else if (S::kTileRows == 192 || tokens <= 192) {
       run_wide<192, GATED>(a, work, c, sums);
     } else {
-      run_wide<256, GATED>(a, work, c, sums);
+      run_wide<S::kTileRows, GATED>(a, work, c, sums);
     }
   }
+}
+
+template <bool GATED>
+__device__ __forceinline__ void consume(const Arguments& a, int total, Consumer<Wide>& c) {
+  consume_wide<GATED>(a, total, c);
+}
+
+template <bool GATED>
+__device__ __forceinline__ void consume(const Arguments& a, int total, Consumer<Wider>& c) {
+  consume_wide<GATED>(a, total, c);
 }
 
 template <bool GATED, int N>
@@ -234,7 +246,8 @@ cudaError_t start(const Arguments& a, int tile_rows, int grid, void* stream) {
     case 32: return start<Narrow<32>, GATED>(a, grid, stream);
     case 48: return start<Narrow<48>, GATED>(a, grid, stream);
     case 64: return start<Narrow<64>, GATED>(a, grid, stream);
-    case Wide::kTileRows: return start<Wide, GATED>(a, grid, stream);
+    case 192: return start<Wide, GATED>(a, grid, stream);
+    case 256: return start<Wider, GATED>(a, grid, stream);
     default: return cudaErrorInvalidValue;
   }
 }
