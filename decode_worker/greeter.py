@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from antiphon.kv_transfer.arrivals import ARRIVALS
 from antiphon.kv_transfer.handshake import check_peer
 from antiphon.kv_transfer.leases import Writer
 from antiphon.kv_transfer.ranks import PeerLife, RankKv, all_of
@@ -136,6 +137,7 @@ class PrefillGreeter:
         self._counters["handshakes_ok" if error is None else "handshakes_failed"] += 1
         if error is None:
             self._ready.add(probe.peer)
+            ARRIVALS.claim((probe.peer.worker_id, probe.peer.epoch))
             self._refused.pop(probe.peer, None)
         detail = "" if error is None else str(error)
         self._node.send(probe.peer, KvProbeResult(self._node.me.epoch, error is None, detail))
@@ -165,6 +167,7 @@ class PrefillGreeter:
             return
         self._probe = probe = _Probe(self._queue.popleft(), time.monotonic())
         self._expect(+1)
+        ARRIVALS.begin_claim()
         life, hello = PeerLife(probe.peer.worker_id, probe.peer.epoch), self._hellos[probe.peer]
         # What an earlier probe left must not pass for this one; who stages pages has to be answered.
         ready = [rank.clear_probe() for rank in self._ranks]

@@ -111,7 +111,9 @@ class KvReceiver:
         counters: Counter[str],
         spans: Mapping[str, Memory],
         clock: Callable[[], float] = time.monotonic,
+        sever: Callable[[Writer], bool] = lambda writer: True,
     ) -> None:
+        """``sever`` ends a writer's connections; True once nothing that it sent can arrive any more."""
         self._epoch = epoch
         self._timeout_s = timeout_s
         self._send = send
@@ -122,6 +124,9 @@ class KvReceiver:
         self._clock = clock
         self._receives: dict[Key, _Receive] = {}
         self._leases = WriteLeases()
+        self._sever = sever
+        self._severing: dict[Writer, set[Key]] = {}
+        """Attempts whose writer lost its connection, while what it sent may still arrive."""
         self._writer_peers: dict[Writer, Peer] = {}
 
     def __len__(self) -> int:
@@ -217,7 +222,14 @@ class KvReceiver:
             message.stage,
             message.reason,
         )
-        self._writer_ended(peer, message)
+        key, writer = (message.request_id, message.attempt), Writer(peer.worker_id, peer.epoch)
+        lease = self._leases.get(*key)
+        mine = message.decode_epoch == self._epoch and message.prefill_epoch == peer.epoch
+        if message.stage == "connection" and mine and lease is not None and lease.writer == writer:
+            # Its end of the connection is broken; what it had sent by then may be under way all the same.
+            self._end_when_severed(writer, {key})
+        else:
+            self._writer_ended(peer, message)
 
     def on_drained(self, peer: Peer, message: WritesDrained) -> None:
         """The writer was told to stop and has."""
@@ -227,6 +239,8 @@ class KvReceiver:
         key = message.request_id, message.attempt
         if message.decode_epoch != self._epoch or message.prefill_epoch != peer.epoch:
             self._counters["stale_messages"] += 1
+        elif key in self._severing.get(Writer(peer.worker_id, peer.epoch), ()):
+            return  # it speaks for itself, not for the network
         elif self._leases.end(*key, Writer(peer.worker_id, peer.epoch)):
             self._lease_over(key)
         else:
@@ -248,6 +262,8 @@ class KvReceiver:
         for lease in self._leases.end_of_life(living):
             self._counters["leases_ended_by_death"] += 1
             self._lease_over((lease.request_id, lease.attempt))
+        for writer in self._severing.keys() - living:
+            del self._severing[writer]
         for writer in self._writer_peers.keys() - living:
             del self._writer_peers[writer]
 
@@ -266,6 +282,8 @@ class KvReceiver:
     def tick(self) -> None:
         """Ask again for what is overdue; stop waiting for what was asked for in vain."""
         now = self._clock()
+        for writer in list(self._severing):
+            self._end_when_severed(writer, set())
         for key, receive in list(self._receives.items()):
             lease = self._leases.get(*key)
             if receive.state is ReceiveState.STOPPING and now - receive.stopping_since > self._timeout_s:
@@ -315,6 +333,16 @@ class KvReceiver:
             if receive.cancelled_at is None:
                 receive.cancelled_at = self._clock()
             self._send(self._writer_peers[writer], CancelWrites(*key, self._epoch))
+
+    def _end_when_severed(self, writer: Writer, keys: set[Key]) -> None:
+        """End a writer's leases once nothing of it can arrive; until then ``tick`` tries again."""
+        keys = keys | self._severing.pop(writer, set())
+        if not self._sever(writer):
+            self._severing[writer] = keys
+            return
+        for key in sorted(keys):
+            if self._leases.end(*key, writer):
+                self._lease_over(key)
 
     def _lease_over(self, key: Key) -> None:
         abandoned = self._receives[key].state is ReceiveState.ABANDONED

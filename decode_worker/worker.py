@@ -23,6 +23,7 @@ from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, Prefil
 from antiphon.engine.kv_staging import make_staging
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.thread import EngineThread
+from antiphon.kv_transfer.arrivals import ARRIVALS
 from antiphon.kv_transfer.leases import Writer
 from antiphon.kv_transfer.ranks import all_of
 from antiphon.kv_transfer.slot_allotment import SlotAllotment
@@ -37,6 +38,9 @@ from antiphon.protocol.status import WorkerStatus
 from antiphon.telemetry.tracing import Tracer
 
 _log = logging.getLogger(__name__)
+
+SEVER_POLL_S = 0.05
+"""How often a dead writer's connections are looked at until they are closed."""
 
 EngineFactory = Callable[
     [Callable[[PagesReserved | PrefillStarted], None], Callable[[KvWritten], None]], EngineLoop
@@ -222,6 +226,7 @@ class DecodeWorker:
             self._expect,
             self._counters,
             self._kv.endpoint.pages.spans,
+            sever=lambda writer: ARRIVALS.sever((writer.worker_id, writer.epoch)),
         )
         self._dispatch.receive_through(receiver)
         self._node.start()
@@ -256,6 +261,12 @@ class DecodeWorker:
 
     def _dropped(self, dead: set[Writer], done: Future[list[None]]) -> None:
         done.result()  # an error here is a lost rank, which ends this worker
+        severed = {writer for writer in dead if ARRIVALS.sever((writer.worker_id, writer.epoch))}
+        if (
+            severed != dead
+        ):  # what their kernels still hold may land: look again when UCX has had time to close
+            self._thread.later(SEVER_POLL_S, self._dropped, dead - severed, done)
+        dead = severed
         self._dropping -= dead
         for writer in dead:
             self._slots.end(writer)

@@ -47,15 +47,18 @@ class ArrivedConnections:
             }
 
     def begin_claim(self) -> None:
-        """A writer is told to connect; only one may be at a time."""
+        """A writer is about to connect, and perhaps to be connected to; only one may be at a time."""
         with self._lock:
-            self._known_before = set(self._accepted())
+            self._known_before = set(_sockets(listening=False)) if self._ports else set()
 
     def claim(self, writer: Life) -> None:
-        """What was accepted since ``begin_claim`` is this writer's."""
+        """What was opened since ``begin_claim`` is this writer's.
+
+        That may be more than UCX's connection with it; other links of this process recover when severed.
+        """
         with self._lock:
-            fresh = set(self._accepted()) - self._known_before - self._claimed()
-            self._of.setdefault(writer, set()).update(fresh)
+            opened = set(_sockets(listening=False)) if self._ports else set()
+            self._of.setdefault(writer, set()).update(opened - self._known_before - self._claimed())
 
     def sever(self, writer: Life) -> bool:
         """End a writer's connections; True once nothing that it sent can arrive any more.
@@ -64,13 +67,15 @@ class ArrivedConnections:
         Connections that nobody claimed may be anybody's, and end as well.
         """
         with self._lock:
-            accepted = self._accepted()
+            if not self._ports:
+                return True
+            sockets = _sockets(listening=False)
             if writer not in self._ending:
-                nobodys = set(accepted) - self._claimed()
-                self._ending[writer] = frozenset(self._of.get(writer, set()) | nobodys)
-            left = [inode for inode in self._ending[writer] if inode in accepted]
+                accepted = {inode for inode, (_, port) in sockets.items() if port in self._ports}
+                self._ending[writer] = frozenset(self._of.get(writer, set()) | accepted - self._claimed())
+            left = [inode for inode in self._ending[writer] if inode in sockets]
             for inode in left:
-                _shut_down(accepted[inode], inode)
+                _shut_down(sockets[inode][0], inode)
             if not left:
                 del self._ending[writer]
                 self._of.pop(writer, None)
@@ -78,16 +83,6 @@ class ArrivedConnections:
 
     def _claimed(self) -> set[int]:
         return {inode for inodes in self._of.values() for inode in inodes}
-
-    def _accepted(self) -> dict[int, int]:
-        """Inode -> file descriptor of the connections that were accepted and are open here."""
-        if not self._ports:
-            return {}
-        return {
-            inode: descriptor
-            for inode, (descriptor, port) in _sockets(listening=False).items()
-            if port in self._ports
-        }
 
 
 ARRIVALS = ArrivedConnections()

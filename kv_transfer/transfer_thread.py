@@ -233,8 +233,8 @@ class TransferThread:
     def _poll(self, transport: Transport, record: _InFlight) -> None:
         seconds = time.monotonic() - record.posted_at
         state = transport.state(record.write)
-        if state is WriteState.FAILED and record.error is None:
-            record.error = TransferError("transfer", "the transport reported a failed write")
+        if state is WriteState.FAILED:  # also of one that was given up: its connection is broken
+            record.error = TransferError("connection", "the transport reported a failed write")
         if state is WriteState.IN_PROGRESS:
             if seconds < self._write_timeout_s:
                 return

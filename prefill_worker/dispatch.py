@@ -278,6 +278,8 @@ class PrefillDispatch:
         error = done.exception()
         if isinstance(error, TransferError):
             self._fail(job, error.stage, error.reason)
+            if error.stage == "connection":
+                self._peers.distrust(job.decode, error.reason)
         elif error is not None:
             raise error
         else:

@@ -94,6 +94,13 @@ class DecodePeers:
         """The link's session ended. The transport stays connected: the same life may come back."""
         self._candidates.pop(peer, None)
 
+    def distrust(self, peer: Peer, reason: str) -> None:
+        """The connection to a ready peer broke, though its link stands: a new handshake makes another."""
+        candidate = self._candidates.get(peer)
+        if candidate is not None and candidate.state is PeerState.READY:
+            self._end(peer, PeerState.FAILED, reason)
+            self._on_ready()
+
     def forget(self, peer: Peer) -> None:
         """This life of a decode worker is over."""
         if peer in self._connected_to:

@@ -20,7 +20,11 @@ class HandshakeError(AntiphonError):
 
 
 class TransferError(AntiphonError):
-    """A KV transfer failed; ``stage`` is one of handshake, reserve, post, transfer, notify."""
+    """A KV transfer failed; ``stage`` is one of handshake, reserve, post, transfer, connection, notify.
+
+    ``connection``: the transport gave the connection up, so it must be made anew; what was sent over it may
+    arrive all the same, until the receiver has ended its side.
+    """
 
     def __init__(self, stage: str, reason: str) -> None:
         super().__init__(f"{stage}: {reason}")

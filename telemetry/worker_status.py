@@ -15,6 +15,7 @@ FAILURES = {
     "failures_reserve": ("reserve", "refused"),
     "failures_post": ("post", "failed"),
     "failures_transfer": ("transfer", "failed"),
+    "failures_connection": ("transfer", "connection"),
     "failures_notify": ("notify", "failed"),
     "receives_timed_out": ("transfer", "timeout"),
     "receives_stuck": ("transfer", "writer_stuck"),
