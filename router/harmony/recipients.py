@@ -60,11 +60,12 @@ def function_of(recipient: str, names: frozenset[str] | None) -> FunctionRecipie
     if prefix is None:
         return _bare_function(recipient, names)
     name = recipient[prefix.end() :]
+    spelling = None if prefix.group() == "functions." else Repair.RECIPIENT_SPELLING
     if names is None:
         name = re.sub(r"[^\w)\]}-]+$", "", name)
-        return FunctionRecipient(name) if name else None
+        return FunctionRecipient(name, spelling) if name else None
     if name in names:
-        return FunctionRecipient(name)
+        return FunctionRecipient(name, spelling)
     declared = _without_glue(name, names)
     if declared is not None:
         return FunctionRecipient(declared, Repair.RECIPIENT_GLUED)
