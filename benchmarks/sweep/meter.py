@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -18,6 +18,7 @@ from antiphon.protocol.errors import AntiphonError
 
 if TYPE_CHECKING:  # the engine's benchmark needs a GPU's libraries, and is loaded only where it runs
     from antiphon.benchmarks.engine import Bench
+    from antiphon.benchmarks.sweep.ranks import RankBench
 
 DeviceType = Literal["cuda", "cpu"]
 
@@ -104,19 +105,51 @@ class EngineMeter:
 
 
 class RankMeter:
-    """The same engine loop with its model spread over ranks, weights synthesized on each."""
+    """The same engine loop with its model spread over ranks, weights synthesized on each.
 
-    def __init__(self, bench: Bench, layout: Layout, effort: Effort) -> None:
-        self._bench, self._layout, self._effort = bench, layout, effort
+    As on one device, prompts run with FP8 experts beside the 4-bit ones where both fit; the ranks start anew
+    when the role changes.
+    """
+
+    def __init__(
+        self, model: str, layout: Layout, points: Sequence[Point], device: DeviceType, effort: Effort
+    ) -> None:
+        self._model, self._layout, self._points = model, layout, points
+        self._device, self._effort = device, effort
+        self._fp8_fits = device == "cuda" and layout.ep > 1 and build(model, []).holds_fp8(layout)
+        self._stack = ExitStack()
+        self._bench: RankBench | None = None
 
     def measure(self, point: Point) -> Record:
         """See ``Meter``."""
-        record = measure_with(self._bench, point, self._effort)
+        bench = self._ready(resident_fp8=self._fp8_fits and point.input_tokens is not None)
+        record = measure_with(bench, point, self._effort)
         floor_s = layout_floor_s(
             preset(point.model), self._layout, point.input_tokens, point.batch, point.context
         )
-        extra = record.extra | {"road": "plain torch on each rank", "ranks": self._layout.tp}
+        extra = record.extra | {"ranks": bench.road}
         return replace(record, layout=self._layout.name, floor=round(floor_s * 1e3, 4), extra=extra)
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._bench = None
+        free_memory()
+        self._stack.close()
+        free_memory()
+
+    def _ready(self, *, resident_fp8: bool) -> RankBench:
+        from antiphon.benchmarks.sweep.ranks import RankPlan, open_rank_bench, pages_for
+
+        if self._bench is None or self._bench.resident_fp8 != resident_fp8:
+            self.close()
+            # Where both roles hold the same weights, the ranks have pages for every point.
+            mine = [
+                p for p in self._points if not self._fp8_fits or (p.input_tokens is not None) == resident_fp8
+            ]
+            pages = pages_for(preset(self._model), mine, self._effort.steps, self._effort.chunk_tokens)
+            plan = RankPlan(self._model, self._layout, self._device, pages, resident_fp8)
+            self._bench = self._stack.enter_context(open_rank_bench(plan))
+        return self._bench
 
 
 def measure_with(bench: Bench, point: Point, effort: Effort) -> Record:
@@ -146,29 +179,18 @@ def engine_opener(device: DeviceType, effort: Effort) -> OpenMeter:
 
             with open_replicas(model, layout, points, device, effort) as meter:
                 yield meter
-        elif layout.tp > 1:
-            with _open_ranks(model, layout, points, device, effort) as meter:
-                yield meter
-        else:
-            single = EngineMeter(model, device, effort)
-            try:
-                yield single
-            finally:
-                single.close()
+            return
+        single: EngineMeter | RankMeter = (
+            RankMeter(model, layout, points, device, effort)
+            if layout.tp > 1
+            else EngineMeter(model, device, effort)
+        )
+        try:
+            yield single
+        finally:
+            single.close()
 
     return open_engine
-
-
-@contextmanager
-def _open_ranks(
-    model: str, layout: Layout, points: Sequence[Point], device: DeviceType, effort: Effort
-) -> Iterator[Meter]:
-    from antiphon.benchmarks.sweep.ranks import RankPlan, open_rank_bench, pages_for
-
-    pages = pages_for(preset(model), points, effort.steps, effort.chunk_tokens)
-    with open_rank_bench(RankPlan(model, layout, device, pages)) as bench:
-        yield RankMeter(bench, layout, effort)
-    free_memory()
 
 
 def free_memory() -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -19,8 +20,9 @@ from antiphon.engine.settings import EngineSettings
 from antiphon.model.checkpoint.load import fill
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.config import GptOssConfig, preset
+from antiphon.model.parallel.commands import RankModel
 from antiphon.model.parallel.follower import FollowerLoop
-from antiphon.model.parallel.layout import ParallelLayout
+from antiphon.model.parallel.layout import ParallelLayout, RankShape
 from antiphon.model.parallel.leader import LeaderModel
 from antiphon.model.parallel.rank_group import RankGroup, open_store
 from antiphon.model.parallel.sharding import shard_parameters
@@ -30,6 +32,8 @@ JOIN_TIMEOUT_S = 180.0
 LOAD_TIMEOUT_S = 900.0
 STEP_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 30.0
+PEER_MEMORY_ROWS = 64
+"""Rows of a step up to which sums over ranks go over peer memory, as in workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class RankPlan:
     layout: Layout
     device_type: str
     pages: CachePages
+    resident_fp8: bool = False
+    """On GPUs, where experts are dealt out whole: their FP8 form lies beside the 4-bit one."""
 
     def device(self, rank: int) -> torch.device:
         """Where a rank computes."""
@@ -65,6 +71,8 @@ class RankBench(Bench):
 
     pages: CachePages
     kv_heads: int
+    road: str
+    """Which kernels each rank runs."""
 
     def settings(
         self, *, sequences: int, tokens: int, chunk: int = PAGE, graphs: bool, prefix_cache: bool = False
@@ -74,8 +82,9 @@ class RankBench(Bench):
         Raises:
             BenchmarkError: it is too small for these sequences.
         """
+        graphs = graphs and self.device.type == "cuda"
         needed = Bench.settings(
-            self, sequences=sequences, tokens=tokens, chunk=chunk, graphs=False, prefix_cache=prefix_cache
+            self, sequences=sequences, tokens=tokens, chunk=chunk, graphs=graphs, prefix_cache=prefix_cache
         )
         if needed.full_pages > self.pages.full or needed.sliding_pages > self.pages.sliding:
             raise BenchmarkError(
@@ -133,7 +142,10 @@ def open_rank_bench(plan: RankPlan) -> Iterator[RankBench]:
         leader.start()
         try:
             heads = len(model.shape.kv_heads)
-            yield RankBench(plan.model, leader, plan.device(0), plan.dtype, False, plan.pages, heads)
+            resident = plan.resident_fp8
+            yield RankBench(
+                plan.model, leader, plan.device(0), plan.dtype, resident, plan.pages, heads, model.road
+            )
         finally:
             leader.close()
     finally:
@@ -162,8 +174,24 @@ def follow(plan: RankPlan, rank: int, port: int) -> None:
     FollowerLoop(model, pages, group).run()
 
 
-def load_rank(plan: RankPlan, rank: int, store: Store) -> tuple[ParallelTransformer, RankGroup]:
-    """Join the other ranks; synthesize this rank's part on its device."""
+class RankPart(RankModel, Protocol):
+    """One rank's model, and what it is made of."""
+
+    shape: RankShape
+
+    @property
+    def road(self) -> str:
+        """Which kernels run."""
+
+
+class PlainPart(ParallelTransformer):
+    """The plain model, which names itself."""
+
+    road = "plain torch"
+
+
+def load_rank(plan: RankPlan, rank: int, store: Store) -> tuple[RankPart, RankGroup]:
+    """Join the other ranks; synthesize this rank's part on its device: the fast model on a GPU."""
     device, layout = plan.device(rank), ParallelLayout(plan.layout.tp, plan.layout.ep > 1, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -177,9 +205,21 @@ def load_rank(plan: RankPlan, rank: int, store: Store) -> tuple[ParallelTransfor
         load_timeout_s=LOAD_TIMEOUT_S,
     )
     config = preset(plan.model)
-    model = ParallelTransformer(config, layout, group.communicator, plan.dtype, device)
-    fill(model, shard_parameters(config, layout, synthesize_parameters(config, 0, device)))
-    return model, group
+    parameters = shard_parameters(config, layout, synthesize_parameters(config, 0, device))
+    if device.type == "cpu":
+        plain = PlainPart(config, layout, group.communicator, plan.dtype, device)
+        fill(plain, parameters)
+        return plain, group
+    from antiphon.model.parallel.cuda_transformer import CudaRankTransformer  # loads Triton
+    from antiphon.model.parallel.peer_memory import FusedReduce
+
+    reduce = FusedReduce(store, group.communicator, PEER_MEMORY_ROWS, config.hidden_size, device)
+    fast = CudaRankTransformer(
+        *(config, layout, group.communicator, parameters, device),
+        row_reduce=reduce,
+        resident_fp8=plan.resident_fp8,
+    )
+    return fast, group
 
 
 def _randomise(cache: PagedKvCache) -> None:
