@@ -47,9 +47,22 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.ended: dict[Key, str] = {}
         self.next_attempt = 1
         self.open: list[Key] = []
+        self.broken: dict[Writer, set[Key]] = {}
+        """Model: attempts whose writer lost its connection; what it sent may land until that is severed."""
+        self.severing_takes = 0
         self.receiver = KvReceiver(
-            EPOCH, 1.0, self._send, self, self._expect, Counter(), {}, clock=lambda: self.now
+            *(EPOCH, 1.0, self._send, self, self._expect, Counter(), {}),
+            clock=lambda: self.now,
+            sever=self._sever,
         )
+
+    def _sever(self, writer: Writer) -> bool:
+        if self.severing_takes:
+            self.severing_takes -= 1
+            return False
+        for key in self.broken.pop(writer, set()):
+            self.may_write.pop(key, None)
+        return True
 
     def _send(self, peer: Peer, message: Message) -> bool:
         self.sent.append((peer, message))
@@ -121,6 +134,18 @@ class ReceiverMachine(RuleBasedStateMachine):
         if failed:
             self.receiver.on_failed(peer, WritesFailed(*key, writer.epoch, EPOCH, "transfer", "x"))
         else:
+            self.receiver.on_drained(peer, WritesDrained(*key, writer.epoch, EPOCH))
+
+    @precondition(lambda self: self.may_write)
+    @rule(data=st.data(), takes=st.integers(0, 2), says_drained=st.booleans())
+    def connection_breaks(self, data: st.DataObject, takes: int, says_drained: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.may_write)))
+        writer = self.may_write[key]
+        peer = next(p for p in WRITERS if p.worker_id == writer.worker_id)
+        self.broken.setdefault(writer, set()).add(key)
+        self.severing_takes = takes
+        self.receiver.on_failed(peer, WritesFailed(*key, writer.epoch, EPOCH, "connection", "x"))
+        if says_drained:  # of its own end of the connection, which proves nothing
             self.receiver.on_drained(peer, WritesDrained(*key, writer.epoch, EPOCH))
 
     @precondition(lambda self: self.next_attempt > 1)
