@@ -14,7 +14,7 @@ def rotation_table(inv_freq: Tensor, concentration: float, positions: int) -> Te
     return (torch.stack((angle.cos(), angle.sin()), dim=-1) * concentration).float().contiguous()
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position_ptr", "slot_ptr"])
 def _rope_and_write(
     qkv_ptr,
     position_ptr,

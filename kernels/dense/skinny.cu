@@ -29,8 +29,6 @@ struct Args {
   const bf16* bias;    // [N], not for logits
   int tokens;
   int rows;
-  const void* next_weights;  // what the launches behind will read, to be fetched into L2; may be null
-  long long next_bytes;
   // kQkvRope
   const int64_t* positions;  // [T]
   const int64_t* slot;       // [T], negative: not stored
@@ -101,7 +99,6 @@ __device__ __forceinline__ void produce(const Args& a, uint32_t stages, uint32_t
       ++turn;
     }
   }
-  prefetch_share(a.next_weights, a.next_bytes, lane);
 }
 
 template <typename S>
@@ -268,8 +265,7 @@ extern "C" {
 // blocks, one per SM.
 int antiphon_qkv_rope(const void* x, const void* weight, const void* bias, int tokens, const void* positions,
                       const void* slot, const void* rotation, void* query, void* kv_layer, int64_t page_stride,
-                      int query_heads, int kv_heads, int page_size, const void* next_weights, int64_t next_bytes,
-                      int grid, int pdl, void* stream) {
+                      int query_heads, int kv_heads, int page_size, int grid, int pdl, void* stream) {
   using namespace antiphon::skinny;
   Args a = {};
   a.x = static_cast<const bf16*>(x);
@@ -277,8 +273,6 @@ int antiphon_qkv_rope(const void* x, const void* weight, const void* bias, int t
   a.bias = static_cast<const bf16*>(bias);
   a.tokens = tokens;
   a.rows = (query_heads + 2 * kv_heads) * 64;
-  a.next_weights = next_weights;
-  a.next_bytes = next_bytes;
   a.positions = static_cast<const int64_t*>(positions);
   a.slot = static_cast<const int64_t*>(slot);
   a.rotation = static_cast<const float2*>(rotation);
@@ -294,8 +288,7 @@ int antiphon_qkv_rope(const void* x, const void* weight, const void* bias, int t
 
 // residual += x W^T + bias. K = 4096, rows a multiple of 8.
 int antiphon_output_projection(const void* x, const void* weight, const void* bias, void* residual, int tokens,
-                               int rows, const void* next_weights, int64_t next_bytes, int grid, int pdl,
-                               void* stream) {
+                               int rows, int grid, int pdl, void* stream) {
   using namespace antiphon::skinny;
   Args a = {};
   a.x = static_cast<const bf16*>(x);
@@ -303,8 +296,6 @@ int antiphon_output_projection(const void* x, const void* weight, const void* bi
   a.bias = static_cast<const bf16*>(bias);
   a.tokens = tokens;
   a.rows = rows;
-  a.next_weights = next_weights;
-  a.next_bytes = next_bytes;
   a.residual = static_cast<bf16*>(residual);
   return tokens <= 8 ? start<QueryFew, Epilogue::kResidual>(a, grid, pdl, stream)
                      : start<QueryMore, Epilogue::kResidual>(a, grid, pdl, stream);

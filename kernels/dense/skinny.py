@@ -1,8 +1,7 @@
 """Dense projections for at most 16 tokens on sm_90: CUDA kernels of our own (skinny.cu) behind torch tensors.
 
 Each call fuses what stands around the projection: the bias, the rotation and the page write behind QKV, the
-residual add behind the output projection. A call may also name the weights that the launches behind it will
-read (``next_weights``): they are fetched into L2 while memory would be idle.
+residual add behind the output projection.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.cuda_library import CudaLibrary, check_launch
-from antiphon.kernels.l2_prefetch import prefetch_arguments
 
 MAX_TOKENS = 16
 HIDDEN = 2880
@@ -33,10 +31,10 @@ def _library() -> ctypes.CDLL:
     pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     library.antiphon_qkv_rope.argtypes = [
         *(pointer, pointer, pointer, number, pointer, pointer, pointer, pointer, pointer, long),
-        *(number, number, number, pointer, long, number, number, pointer),
+        *(number, number, number, number, number, pointer),
     ]
     library.antiphon_output_projection.argtypes = [
-        *(pointer, pointer, pointer, pointer, number, number, pointer, long, number, number, pointer)
+        *(pointer, pointer, pointer, pointer, number, number, number, number, pointer)
     ]
     library.antiphon_logits.argtypes = [*(pointer, pointer, pointer, number, number, number, number, pointer)]
     return library
@@ -76,7 +74,6 @@ def qkv_rope(
     kv_layer: Tensor,
     query: Tensor,
     pdl: bool = False,
-    next_weights: Tensor | None = None,
 ) -> Tensor:
     """QKV projection with bias, YaRN rotation, and the write of k and v to their pages.
 
@@ -107,7 +104,7 @@ def qkv_rope(
     status = _library().antiphon_qkv_rope(
         *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), tokens, positions.data_ptr(), slot.data_ptr()),
         *(rotation.data_ptr(), query.data_ptr(), kv_layer.data_ptr(), kv_layer.stride(0)),
-        *(query_heads, kv_heads, page_size, *prefetch_arguments(next_weights), *_launch_options(x, pdl)),
+        *(query_heads, kv_heads, page_size, *_launch_options(x, pdl)),
     )
     check_launch(status, "qkv_rope")
     return query
@@ -119,7 +116,6 @@ def output_projection_(
     bias: Tensor,
     residual: Tensor,
     pdl: bool = False,
-    next_weights: Tensor | None = None,
 ) -> Tensor:
     """``residual += x @ weight.T + bias`` in place.
 
@@ -134,7 +130,7 @@ def output_projection_(
     _require(residual, (tokens, rows), torch.bfloat16, "residual")
     status = _library().antiphon_output_projection(
         *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), residual.data_ptr(), tokens, rows),
-        *(*prefetch_arguments(next_weights), *_launch_options(x, pdl)),
+        *_launch_options(x, pdl),
     )
     check_launch(status, "output_projection")
     return residual

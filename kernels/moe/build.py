@@ -21,7 +21,7 @@ LIBRARY = CudaLibrary(
     headers=tuple(sorted(_SOURCES.glob("*.cuh"))),
 )
 
-_POINTER, _NUMBER, _LONG, _REAL = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     # x, activations, scale, tokens, token_tile, overlap, stream
     "antiphon_moe_split": (*(_POINTER,) * 3, *(_NUMBER,) * 3, _POINTER),

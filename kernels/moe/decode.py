@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from antiphon.kernels.l2_prefetch import prefetch_arguments
 from antiphon.kernels.moe.build import launch
 from antiphon.kernels.moe.streamed import DIM, StreamedExperts
 
@@ -234,13 +233,11 @@ def moe_add_rms_norm(
     norm_weight: Tensor,
     eps: float,
     out: Tensor | None = None,
-    next_weights: Tensor | None = None,
 ) -> Tensor:
     """``moe_streamed``, then ``residual += moe`` in place, then the next RMSNorm of the new residual.
 
     Args:
         residual: [T, 2880] bf16. norm_weight: [2880] bf16.
-        next_weights: see ``run_experts``.
 
     Returns:
         the normed states [T, 2880] bf16.
@@ -250,7 +247,7 @@ def moe_add_rms_norm(
     _check(out, (tokens, DIM), torch.bfloat16, "out")
     _check(residual, (tokens, DIM), torch.bfloat16, "residual")
     _check(norm_weight, (DIM,), torch.bfloat16, "norm_weight")
-    run_experts(routing, experts, workspace, next_weights)
+    run_experts(routing, experts, workspace)
     launch(
         "combine_norm",
         *(workspace.partial.data_ptr(), routing.expert_ids.data_ptr(), residual.data_ptr()),
@@ -260,16 +257,8 @@ def moe_add_rms_norm(
     return out
 
 
-def run_experts(
-    routing: Routing,
-    experts: StreamedExperts,
-    workspace: MoeWorkspace,
-    next_weights: Tensor | None = None,
-) -> None:
-    """Both projections of the split activations, once per routing: activations -> partial of the workspace.
-
-    ``next_weights``: what the launches behind will read, fetched into L2 while memory would be idle.
-    """
+def run_experts(routing: Routing, experts: StreamedExperts, workspace: MoeWorkspace) -> None:
+    """Both projections of the split activations, once per routing; the workspace holds both ends."""
     if experts.experts != workspace.experts:
         raise ValueError(f"weights of {experts.experts} experts, the workspace is for {workspace.experts}")
     plan = routing.plan
@@ -280,7 +269,6 @@ def run_experts(
         *(workspace.activations.data_ptr(), workspace.scale.data_ptr(), routing.order.data_ptr()),
         *(routing.tiles.data_ptr(), routing.tile_count.data_ptr(), workspace.ready.data_ptr()),
         *(workspace.hidden.data_ptr(), routing.expert_weights.data_ptr(), workspace.partial.data_ptr()),
-        *prefetch_arguments(next_weights),
         max_tiles(routing.expert_ids.shape[0] * TOP_K, workspace.experts, plan.token_tile),
         *(plan.token_tile, workspace.blocks, int(plan.overlap)),
     )

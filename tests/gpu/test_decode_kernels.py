@@ -40,7 +40,7 @@ def test_qkv_rotation_and_page_write(tokens: int, pdl: bool) -> None:
     plain = cache.float()
     query = torch.full((tokens, QUERY_HEADS, 64), float("nan"), device="cuda").bfloat16()
     arguments = (x, weight, bias, positions, slot, table, cache[:, 1], query)
-    skinny.qkv_rope(*arguments, pdl=pdl, next_weights=weight)
+    skinny.qkv_rope(*arguments, pdl=pdl)
     first = query.clone()
     skinny.qkv_rope(*arguments, pdl=pdl)
     assert torch.equal(query, first), "bit for bit from run to run"

@@ -257,9 +257,7 @@ def test_fused_residual_and_norm(layer: Layer) -> None:
     moe = moe_streamed(group(x, ids, weights, workspace), layer.streamed, workspace)
     expected, total = reference.add_rms_norm(moe, residual, norm, 1e-5)
     routing = group(x, ids, weights, workspace)
-    out = moe_add_rms_norm(
-        *(routing, layer.streamed, workspace, residual, norm, 1e-5), next_weights=layer.gate_up
-    )
+    out = moe_add_rms_norm(routing, layer.streamed, workspace, residual, norm, 1e-5)
     assert torch.equal(residual, total)
     assert relative_error(out, expected) <= 3e-3
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_int64
 from typing import Any
 
 import pytest
@@ -95,7 +94,7 @@ class Buffers:
             "moe_experts",
             *(experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias, self.activations),
             *(self.scale, self.order, self.tiles, self.tile_count, self.ready, self.hidden, self.weights),
-            *(self.partial, layer.router, c_int64(layer.router.nbytes), self.limit, self.tile, BLOCKS, 0),
+            *(self.partial, self.limit, self.tile, BLOCKS, 0),
         )
 
     def combine(self, library: Any) -> Tensor:

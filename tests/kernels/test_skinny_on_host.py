@@ -47,7 +47,7 @@ def test_qkv_rotation_and_page_write(library: Any, tokens: int) -> None:
     library.call(
         "qkv_rope",
         *(x, weight, bias, tokens, positions, slot, table, query, layer, c_int64(layer.stride(0))),
-        *(query_heads, kv_heads, page, weight, c_int64(weight.nbytes), BLOCKS, 0),
+        *(query_heads, kv_heads, page, BLOCKS, 0),
     )
     qkv = reference.linear(x.float(), weight.float(), bias.float()).view(tokens, -1, 64)
     q, k, v = qkv.split([query_heads, kv_heads, kv_heads], 1)
@@ -67,7 +67,7 @@ def test_output_projection_adds_to_the_residual(library: Any, tokens: int) -> No
     expected[:tokens] += reference.linear(x.float(), weight.float(), bias.float())
     library.call(
         "output_projection",
-        *(x, weight, bias, residual, tokens, rows, None, c_int64(0), BLOCKS, 0),
+        *(x, weight, bias, residual, tokens, rows, BLOCKS, 0),
     )
     assert error(residual, expected) <= 3e-3
     assert torch.equal(residual[tokens].float(), expected[tokens])

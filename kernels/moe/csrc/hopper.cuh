@@ -94,11 +94,6 @@ __device__ __forceinline__ void bulk_copy_once(uint32_t destination, const void*
       : "memory");
 }
 
-// Has L2 fetch `bytes` (a multiple of 16) from memory; nobody waits for it.
-__device__ __forceinline__ void prefetch_l2(const void* source, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
-
 // 16 bytes from global to shared memory by this thread, until wait_copies().
 __device__ __forceinline__ void copy16(uint32_t destination, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
@@ -276,15 +271,5 @@ inline cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, 
 }
 
 #endif  // ANTIPHON_ON_HOST
-
-// This block's share of a prefetch into L2, by the 32 lanes of one warp. `bytes` is a multiple of 16.
-__device__ __forceinline__ void prefetch_share(const void* source, long long bytes, int lane) {
-  if (source == nullptr) return;
-  const long long shares = 32ll * gridDim.x;
-  const long long each = ((bytes + shares - 1) / shares + 127) / 128 * 128;
-  const long long begin = (32ll * blockIdx.x + lane) * each;
-  const long long end = begin + each < bytes ? begin + each : bytes;
-  if (begin < end) prefetch_l2(static_cast<const uint8_t*>(source) + begin, static_cast<uint32_t>(end - begin));
-}
 
 }  // namespace antiphon

@@ -101,12 +101,12 @@ __device__ __forceinline__ void multiply_stage(const uint4 (&packed)[3], const u
 }
 
 template <int TOKENS>
-__device__ __forceinline__ void stream_weights(const Projection& p, const Work& work, const uint8_t* experts,
+__device__ __forceinline__ void stream_weights(const Projection& p, const Work& work, const TokenTile* tiles,
                                                Ring<TOKENS>& ring) {
   constexpr int kGroups = Geometry<TOKENS>::kGroups, kGroupStages = kStages / kGroups;
   for (int i = 0; i < work.count; ++i) {
     const int index = work.first + i, tile = index / p.row_tiles;
-    const size_t row_tile = static_cast<size_t>(experts[tile]) * p.row_tiles + index % p.row_tiles;
+    const size_t row_tile = static_cast<size_t>(tiles[tile].expert()) * p.row_tiles + index % p.row_tiles;
     const uint8_t* source = p.weights + row_tile * kStages * kStageBytes;
     for (int s = 0; s < kGroupStages; ++s) {
       for (int w = 0; w < kGroups; ++w) ring.fill(w, source + (s * kGroups + w) * kStageBytes);
@@ -116,12 +116,12 @@ __device__ __forceinline__ void stream_weights(const Projection& p, const Work& 
 }
 
 template <int TOKENS>
-__device__ __forceinline__ void provide_activations(const Arguments& a, const Schedule& work, TileBuffers<TOKENS> buffers,
-                                                    int warp, int lane) {
+__device__ __forceinline__ void provide_activations(const Arguments& a, const Schedule& work, const TokenTile* tiles,
+                                                    TileBuffers<TOKENS> buffers, int warp, int lane) {
   int loaded = -1;
   for (int i = 0; i < work.gate_up.count; ++i) {
     const int tile = (work.gate_up.first + i) / a.gate_up.row_tiles;
-    if (tile != loaded) buffers.gather(a, a.tiles[tile], warp, lane);
+    if (tile != loaded) buffers.gather(a, tiles[tile], warp, lane);
     loaded = tile;
   }
   loaded = -1;
@@ -142,22 +142,23 @@ struct Position {
 };
 
 template <int TOKENS, bool GATED>
-__device__ __forceinline__ void consume(const Arguments& a, const Work& work, const uint8_t* stages,
-                                        Position<TOKENS>& at, float* reduce, int group) {
+__device__ __forceinline__ void consume(const Arguments& a, const Work& work, const TokenTile* tiles,
+                                        const uint8_t* stages, Position<TOKENS>& at, float* reduce, int group) {
   using G = Geometry<TOKENS>;
   using Tile = ActivationTile<TOKENS>;
   constexpr int kGroupStages = kStages / G::kGroups;
   const int row_tiles = GATED ? a.gate_up.row_tiles : a.down.row_tiles;
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, g = lane / 4;
+  Epilogue<TOKENS, GATED> epilogue;
   int loaded = -1, stored = 0;
   for (int i = 0; i < work.count; ++i, ++at.done) {
     const int index = work.first + i, tile = index / row_tiles, row_tile = index % row_tiles;
     if (tile != loaded) {
       loaded = tile;
+      if (group == 0) epilogue.load_tokens(a, tiles[tile]);
       at.buffers.next();
     }
-    Epilogue<TOKENS, GATED> epilogue;
-    if (group == 0) epilogue.load(a, a.tiles[tile], row_tile);
+    if (group == 0) epilogue.load_rows(a, tiles[tile], row_tile);
     const uint64_t operand = wgmma_descriptor(at.buffers.address(), Tile::kRows * 16, 128);
     float acc[Tile::kRows / 8][4] = {};
     for (int s = 0; s < kGroupStages; ++s) {
@@ -200,8 +201,8 @@ __global__ void __launch_bounds__(Geometry<TOKENS>::kThreads, 1)
   uint8_t* activations = shared + G::kSlots * kStageBytes;
   float* reduce = reinterpret_cast<float*>(activations + G::kBuffers * ActivationTile<TOKENS>::kBytes);
   __shared__ __align__(8) uint64_t full[G::kSlots], empty[G::kSlots], tile_full[G::kBuffers], tile_empty[G::kBuffers];
-  __shared__ uint8_t experts[kMaxTiles];
-  __shared__ int tiles;
+  __shared__ TokenTile tiles[kMaxTiles];
+  __shared__ int tile_count;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < G::kSlots; ++i) {
@@ -215,29 +216,26 @@ __global__ void __launch_bounds__(Geometry<TOKENS>::kThreads, 1)
     mbarrier_init_fence();
   }
   grid_dependency_wait();
-  // Read together, since each takes a round trip to memory: experts of tiles beyond the last are of no use.
-  if (threadIdx.x == 0) tiles = *a.tile_count;
-  for (int i = threadIdx.x; i < a.max_tiles; i += G::kThreads) experts[i] = static_cast<uint8_t>(a.tiles[i].x);
+  // Read together, since each takes a round trip to memory; what lies beyond the last tile is of no use.
+  if (threadIdx.x == 0) tile_count = *a.tile_count;
+  for (int i = threadIdx.x; i < a.max_tiles; i += G::kThreads) tiles[i] = TokenTile::of(a.tiles[i]);
   __syncthreads();
-  const Schedule work = schedule(a, tiles);
+  const Schedule work = schedule(a, tile_count);
   Ring<TOKENS> ring = {shared_address(shared), shared_address(full), shared_address(empty)};
   const TileBuffers<TOKENS> buffers = {shared_address(activations), shared_address(tile_full), shared_address(tile_empty)};
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);  // uniform, and known to be
   const int lane = threadIdx.x % 32, helper = static_cast<int>(threadIdx.x / 32) - G::kConsumers / 32;
   if (group < G::kGroups) {
     Position<TOKENS> at = {ring, buffers, 0, work.gate_up.count + work.down.count};
-    consume<TOKENS, true>(a, work.gate_up, shared, at, reduce, group);
-    consume<TOKENS, false>(a, work.down, shared, at, reduce, group);
+    consume<TOKENS, true>(a, work.gate_up, tiles, shared, at, reduce, group);
+    consume<TOKENS, false>(a, work.down, tiles, shared, at, reduce, group);
   } else if (helper == 0) {
-    if (lane == 0) {
-      grid_dependency_trigger();
-      stream_weights<TOKENS>(a.gate_up, work.gate_up, experts, ring);
-      stream_weights<TOKENS>(a.down, work.down, experts, ring);
-    }
-    __syncwarp();
-    prefetch_share(a.next_weights, a.next_bytes, lane);
+    if (lane != 0) return;
+    grid_dependency_trigger();
+    stream_weights<TOKENS>(a.gate_up, work.gate_up, tiles, ring);
+    stream_weights<TOKENS>(a.down, work.down, tiles, ring);
   } else {
-    provide_activations<TOKENS>(a, work, buffers, helper - 1, lane);
+    provide_activations<TOKENS>(a, work, tiles, buffers, helper - 1, lane);
   }
 }
 
@@ -258,8 +256,8 @@ cudaError_t start(const Arguments& a, int grid, cudaStream_t stream, bool overla
 extern "C" int antiphon_moe_experts(const void* gate_up, const void* gate_up_bias, const void* down, const void* down_bias,
                                     const void* tokens, const float* scale, const int* order, const void* tiles,
                                     const int* tile_count, int* ready, void* hidden, const void* pair_weight,
-                                    float* partial, const void* next_weights, int64_t next_bytes, int max_tiles,
-                                    int token_tile, int grid, int overlap, void* stream) {
+                                    float* partial, int max_tiles, int token_tile, int grid, int overlap,
+                                    void* stream) {
   using namespace antiphon::stream;
   if (max_tiles > kMaxTiles) return cudaErrorInvalidValue;
   const auto bf16 = [](const void* p) { return static_cast<const __nv_bfloat16*>(p); };
@@ -275,9 +273,7 @@ extern "C" int antiphon_moe_experts(const void* gate_up, const void* gate_up_bia
                        ready,
                        static_cast<uint8_t*>(hidden),
                        bf16(pair_weight),
-                       partial,
-                       next_weights,
-                       next_bytes};
+                       partial};
   const auto queue = static_cast<cudaStream_t>(stream);
   switch (token_tile) {
     case 4: return start<4>(a, grid, queue, overlap != 0);

@@ -60,8 +60,8 @@ __device__ __forceinline__ bool reduce_groups(float (&sum)[Geometry<TOKENS>::kWi
   return true;
 }
 
-// What the epilogue needs from global memory for this lane's rows and columns, loaded before the products so
-// that it does not wait. GATED: first projection, whose rows alternate gate, up and whose output is the next
+// What the epilogue needs from global memory for this lane's rows and columns, loaded ahead so that it does not wait:
+// what depends on the token tile once for all of its items, since those are loads behind loads. GATED: first projection, whose rows alternate gate, up and whose output is the next
 // activation tile. Otherwise: second projection, routing weight, float32 out.
 template <int TOKENS, bool GATED>
 struct Epilogue {
@@ -70,23 +70,27 @@ struct Epilogue {
   float factor[kColumns];  // of the sum, or the routing weight; column n is 8 (i / 2) + 2 t + i % 2
   int pair[kColumns];      // -1 beyond the tile's tokens
 
-  __device__ __forceinline__ void load(const Arguments& a, int4 tile, int row_tile) {
-    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  __device__ __forceinline__ void load_rows(const Arguments& a, TokenTile tile, int row_tile) {
+    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
     const int row = row_tile * kTileRows + warp * 16 + (GATED ? 2 * g : g);
     const Projection& p = GATED ? a.gate_up : a.down;
-    const __nv_bfloat16* source = p.bias + static_cast<size_t>(tile.x) * p.row_tiles * kTileRows + row;
+    const __nv_bfloat16* source = p.bias + static_cast<size_t>(tile.expert()) * p.row_tiles * kTileRows + row;
     bias = make_float2(__bfloat162float(source[0]), __bfloat162float(source[GATED ? 1 : 8]));
+  }
+
+  __device__ __forceinline__ void load_tokens(const Arguments& a, TokenTile tile) {
+    const int t = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       const int n = i / 2 * 8 + 2 * t + i % 2;
       pair[i] = -1;
       factor[i] = 0.0f;
-      if (n < tile.z) {
+      if (n < tile.slots()) {
         if constexpr (GATED) {
           pair[i] = n;
-          factor[i] = a.scale[a.order[tile.y + n] / 4];
+          factor[i] = a.scale[a.order[tile.first_slot() + n] / 4];
         } else {
-          pair[i] = a.order[tile.y + n];
+          pair[i] = a.order[tile.first_slot() + n];
           factor[i] = __bfloat162float(a.pair_weight[pair[i]]);
         }
       }

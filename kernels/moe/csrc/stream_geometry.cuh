@@ -11,7 +11,7 @@ constexpr int kStages = kBlocks / kStageBlocks;  // 15 per row tile
 constexpr int kStageWeightBytes = kStageBlocks * kTileRows * 16;
 constexpr int kStageBytes = kStageWeightBytes + kStageBlocks * kTileRows;  // weights, then scales
 constexpr int kSharedLimit = 232448;
-constexpr int kStaticBytes = 2048;  // barriers, experts of the tiles
+constexpr int kStaticBytes = 3072;  // barriers, token tiles
 constexpr int kMaxTiles = 640;      // of 2,048 pairs and 128 experts: 128 + 2048 / 4
 
 template <int TOKENS>
@@ -53,8 +53,18 @@ struct Arguments {
   uint8_t* hidden;                   // [tiles, ActivationTile::kBytes]
   const __nv_bfloat16* pair_weight;  // [pairs]
   float* partial;                    // [pairs, kDim]
-  const void* next_weights;          // what the launches behind will read, to be fetched into L2; may be null
-  long long next_bytes;
+};
+
+// A token tile in one word of shared memory, where every item finds it at once.
+struct TokenTile {
+  uint32_t word;
+  __device__ __forceinline__ static TokenTile of(int4 tile) {
+    return {static_cast<uint32_t>(tile.x & 0xFF) | static_cast<uint32_t>(tile.z & 0xFF) << 8 |
+            static_cast<uint32_t>(tile.y) << 16};
+  }
+  __device__ __forceinline__ int expert() const { return static_cast<int>(word & 0xFF); }
+  __device__ __forceinline__ int slots() const { return static_cast<int>(word >> 8 & 0xFF); }
+  __device__ __forceinline__ int first_slot() const { return static_cast<int>(word >> 16); }
 };
 
 }  // namespace antiphon::stream

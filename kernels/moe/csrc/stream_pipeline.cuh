@@ -47,15 +47,15 @@ struct TileBuffers {
     mbarrier_wait(empty + 8 * buffer(), (turn() & 1) ^ 1);
   }
   // The activations of a tile of the first projection: pieces of 16 bytes out of the rows of its tokens.
-  __device__ __forceinline__ void gather(const Arguments& a, int4 tile, int warp, int lane) {
+  __device__ __forceinline__ void gather(const Arguments& a, TokenTile tile, int warp, int lane) {
     using Tile = ActivationTile<TOKENS>;
     begin_fill();
     // Four tokens side by side in a warp, each a run of 128 bytes.
     constexpr int kPieces = kTokenBytes / 16;
-    for (int first = 0; first < tile.z; first += 4) {
+    for (int first = 0; first < tile.slots(); first += 4) {
       const int n = first + lane % 4;
-      if (n < tile.z) {
-        const uint8_t* source = a.tokens + static_cast<size_t>(a.order[tile.y + n] / 4) * kTokenBytes;
+      if (n < tile.slots()) {
+        const uint8_t* source = a.tokens + static_cast<size_t>(a.order[tile.first_slot() + n] / 4) * kTokenBytes;
         for (int piece = warp * 8 + lane / 4; piece < kPieces; piece += Geometry<TOKENS>::kGatherWarps * 8)
           copy16(address() + Tile::place(n, piece / 2 * 16) + piece % 2 * Tile::kLowOffset, source + piece * 16);
       }

@@ -357,11 +357,6 @@ inline void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, 
 inline void bulk_copy_once(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
   bulk_copy(destination, source, bytes, barrier);
 }
-inline void prefetch_l2(const void* source, uint32_t bytes) {
-  // Reads what hardware would: the tests run with bounds checked by the allocator's own means only.
-  if (reinterpret_cast<uintptr_t>(source) % 16 != 0 || bytes % 16 != 0)
-    std::fprintf(stderr, "a prefetch is not aligned to 16 bytes\n"), std::abort();
-}
 inline void copy16(uint32_t destination, const void* source) {
   on_host::fiber().own_copies.push_back(
       [=] { std::memcpy(on_host::shared_pointer(destination), source, 16); });
