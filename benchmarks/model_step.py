@@ -23,15 +23,17 @@ from antiphon.kernels.reference import PagedSequences
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.config import preset
 from antiphon.model.cuda_transformer import CudaTransformer
-from antiphon.model.forward import ForwardBatch
+from antiphon.model.forward import ForwardBatch, LanguageModel
 
 PAGE = 64
 WINDOW_PAGES = 3
 Record = dict[str, object]
 
 
-def random_cache(model: CudaTransformer, full_pages: int, sliding_pages: int) -> PagedKvCache:
-    """A cache full of random keys and values."""
+def random_cache(
+    model: LanguageModel, full_pages: int, sliding_pages: int, kv_heads: int | None = None
+) -> PagedKvCache:
+    """A cache full of random keys and values; of one rank's heads where ``kv_heads`` says how many."""
     cache = PagedKvCache(
         model.config,
         full_pages=full_pages,
@@ -39,6 +41,7 @@ def random_cache(model: CudaTransformer, full_pages: int, sliding_pages: int) ->
         page_size=PAGE,
         dtype=torch.bfloat16,
         device="cuda",
+        kv_heads=kv_heads,
     )
     for group in ("full", "sliding"):
         memory = cache.memory(group)
@@ -47,7 +50,7 @@ def random_cache(model: CudaTransformer, full_pages: int, sliding_pages: int) ->
     return cache
 
 
-def decode_batch(model: CudaTransformer, batch: int, context: int) -> ForwardBatch:
+def decode_batch(batch: int, context: int) -> ForwardBatch:
     """One token for each of ``batch`` sequences that hold ``context`` tokens, pages shuffled."""
     pages = -(-(context + 1) // PAGE)
     starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
@@ -81,12 +84,17 @@ def kernel_table(graph: torch.cuda.CUDAGraph, replays: int = 20, rows: int = 16)
 
 @torch.inference_mode()
 def time_decode(
-    model: CudaTransformer, batch: int, context: int, steps: int = 128, profile: bool = False
+    model: LanguageModel,
+    batch: int,
+    context: int,
+    steps: int = 128,
+    profile: bool = False,
+    kv_heads: int | None = None,
 ) -> float:
     """Median milliseconds of a step."""
     pages = -(-(context + 1) // PAGE)
-    cache = random_cache(model, batch * pages, batch * WINDOW_PAGES)
-    inputs = decode_batch(model, batch, context)
+    cache = random_cache(model, batch * pages, batch * WINDOW_PAGES, kv_heads)
+    inputs = decode_batch(batch, context)
 
     def step() -> torch.Tensor:
         return model.logits(model.forward(inputs, cache)).argmax(-1)
@@ -116,10 +124,10 @@ def time_decode(
 
 
 @torch.inference_mode()
-def time_prefill(model: CudaTransformer, tokens: int, repeats: int = 3) -> float:
+def time_prefill(model: LanguageModel, tokens: int, repeats: int = 3, kv_heads: int | None = None) -> float:
     """Median milliseconds of one chunk of ``tokens`` from position 0."""
     pages = -(-tokens // PAGE)
-    cache = random_cache(model, pages, pages)
+    cache = random_cache(model, pages, pages, kv_heads)
     positions = torch.arange(tokens, device="cuda")
     table = torch.randperm(pages, device="cuda").reshape(1, pages).int()
     slot = table[0, positions // PAGE].long() * PAGE + positions % PAGE

@@ -28,6 +28,11 @@ from antiphon.protocol.staging_messages import SlotFree, StagedWrite
 T = TypeVar("T")
 
 
+DIRECT_POLL_S = 0.0003
+STAGED_POLL_S = 0.00005
+"""A staged write passes through four hands, and each waits for the next poll."""
+
+
 class KvPages(Protocol):
     """One rank's pages, as its transfers see them."""
 
@@ -98,7 +103,9 @@ class KvEndpoint:
         self._staging = staging
         self._on_notification = on_notification
         self._transfer = TransferThread(
-            self._open_transport, self._notified, on_failure, write_timeout_s=settings.write_timeout_s
+            *(self._open_transport, self._notified, on_failure),
+            write_timeout_s=settings.write_timeout_s,
+            busy_poll_s=DIRECT_POLL_S if staging is None else STAGED_POLL_S,
         )
         self._sender: StagedSender | None = None
         self._receiver: StagedReceiver | None = None

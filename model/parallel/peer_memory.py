@@ -44,7 +44,9 @@ class PeerMemory:
             self._handle = symmetric.rendezvous(self._tensor)
         except RuntimeError as error:
             raise RankLostError(f"rank {rank} of {size}: no memory in common: {error}") from error
-        self.addresses: tuple[int, ...] = tuple(int(address) for address in self._handle.buffer_ptrs)
+        # The tensor may begin behind the allocation that is shared.
+        begin = self._tensor.data_ptr() - int(self._handle.buffer_ptrs[rank])
+        self.addresses: tuple[int, ...] = tuple(int(base) + begin for base in self._handle.buffer_ptrs)
         communicator.all_reduce(torch.ones(1, device=device))
         torch.cuda.synchronize(device)
 
