@@ -96,7 +96,8 @@ class WorkerConfig(Section):
     """Torch threads of one CPU rank."""
     fp8_experts: Literal["resident", "widened"] = "widened"
     """On a GPU, how long chunks get their FP8 experts: ``resident`` holds them beside the 4-bit weights
-    (gpt-oss-20b: 19 GB more), ``widened`` makes them layer by layer from those (gpt-oss-120b on one card)."""
+    (gpt-oss-20b: 19 GB more), ``widened`` makes them of those while it multiplies (gpt-oss-120b on one
+    card)."""
 
     @pydantic.model_validator(mode="after")
     def _ranks_agree(self) -> WorkerConfig:
@@ -134,6 +135,8 @@ class TransferConfig(Section):
     """A peer silent for this long is treated as dead and its work is recomputed elsewhere."""
     heartbeat_s: float = pydantic.Field(1.0, gt=0)
     """Interval of heartbeats on every link."""
+    refuse_tcp: bool = False
+    """Workers that would exchange KV over TCP are not paired: for GPUs, where TCP is a silent fallback."""
     verify_checksums: bool = False
     """Compare a CRC of every write where it arrives and recompute on a mismatch; host memory only, slow."""
 
@@ -270,6 +273,15 @@ class LogConfig(Section):
     """Least severe event that is written."""
 
 
+class KernelsConfig(Section):
+    """Kernels of workers on GPUs."""
+
+    require_built: bool = False
+    """A worker on a GPU takes its Triton kernels from ANTIPHON_KERNEL_LIBRARY_DIR, where ``antiphon kernels
+    build`` put them, refuses to start when one is missing, and never compiles; CUDA libraries are never
+    compiled by a worker in any case."""
+
+
 class MetricsConfig(Section):
     """Prometheus metrics. A router has them at /metrics of its API; other processes listen for them alone."""
 
@@ -302,6 +314,7 @@ class DeploymentConfig(Section):
     transfer: TransferConfig = TransferConfig()
     autoscale: AutoscaleConfig = AutoscaleConfig()
     ray: RayConfig = RayConfig()
+    kernels: KernelsConfig = KernelsConfig()
     log: LogConfig = LogConfig()
     metrics: MetricsConfig = MetricsConfig()
     tracing: TracingConfig = TracingConfig()

@@ -47,7 +47,10 @@ class PrefillGreeter:
         counters: Counter[str],
         *,
         probe_timeout_s: float,
+        refuse_tcp: bool = False,
     ) -> None:
+        """``refuse_tcp``: a worker whose probe came over TCP is not made ready."""
+        self._refuse_tcp = refuse_tcp
         self._fingerprint = fingerprint
         self._ranks = ranks
         self._probe_pages = dict(probe_pages)
@@ -63,11 +66,16 @@ class PrefillGreeter:
         self._probe: _Probe | None = None
         self._agents: dict[str, Writer] = {}
         self._ready: set[Peer] = set()
+        self._paths: dict[Peer, tuple[str, float]] = {}
         self._refused: dict[Peer, str] = {}
 
     def ready(self) -> tuple[Peer, ...]:
         """Workers whose probe arrived intact."""
         return tuple(sorted(self._ready))
+
+    def paths(self) -> dict[str, tuple[str, float]]:
+        """Ready worker -> how its KV comes (``tcp`` or ``direct``), and bytes a second in the self-test."""
+        return {peer.worker_id: path for peer, path in self._paths.items()}
 
     def detail(self) -> str:
         """What stands in the way, for people."""
@@ -128,25 +136,40 @@ class PrefillGreeter:
             self._node.send(peer, KvProbeResult(self._node.me.epoch, False, "the probe came too late"))
             return
         checked = all_of([rank.check_probe(message.prefill_epoch) for rank in self._ranks])
-        self._thread.when_done(checked, lambda done: self._checked(probe, done))
+        self._thread.when_done(checked, lambda done: self._checked(probe, message, done))
 
-    def _checked(self, probe: _Probe, done: Future[list[None]]) -> None:
+    def _checked(self, probe: _Probe, message: KvProbe, done: Future[list[None]]) -> None:
         if self._probe is not probe:
             return  # its link ended, or it has begun anew
+        path, rate = self._path_of(probe.peer, message)
         error = done.exception()
-        self._counters["handshakes_ok" if error is None else "handshakes_failed"] += 1
-        if error is None:
-            self._ready.add(probe.peer)
-            ARRIVALS.claim((probe.peer.worker_id, probe.peer.epoch))
-            self._refused.pop(probe.peer, None)
         detail = "" if error is None else str(error)
-        self._node.send(probe.peer, KvProbeResult(self._node.me.epoch, error is None, detail))
+        if error is None and path == "tcp" and self._refuse_tcp:
+            detail = f"KV would move over TCP, at {rate / 1e9:.2f} GB/s, and transfer.refuse_tcp is set"
+            self._refused[probe.peer] = detail
+        self._counters["handshakes_failed" if detail else "handshakes_ok"] += 1
+        if not detail:
+            _log.info("KV of %s comes by %s, at %.2f GB/s", probe.peer, path, rate / 1e9)
+            self._ready.add(probe.peer)
+            self._paths[probe.peer] = path, rate
+            self._refused.pop(probe.peer, None)
+        self._node.send(probe.peer, KvProbeResult(self._node.me.epoch, not detail, detail, path))
         self._end_probe()
         self._next_probe()
+
+    def _path_of(self, peer: Peer, message: KvProbe) -> tuple[str, float]:
+        """How the probe really came, and at how many bytes/s: what UCX chose, not what it was asked for."""
+        life = peer.worker_id, peer.epoch
+        ARRIVALS.claim(life)
+        expected = message.written_bytes // len(self._ranks)  # of them, this process sees its own rank's
+        over_tcp = 0 < expected <= 2 * ARRIVALS.received_bytes(life)
+        rate = message.written_bytes / message.seconds if message.seconds > 0 else 0.0
+        return "tcp" if over_tcp else "direct", rate
 
     def on_lost(self, peer: Peer) -> None:
         """The link's session ended. Its agent names stay known: late notifications have an owner."""
         self._ready.discard(peer)
+        self._paths.pop(peer, None)
         self._not_vouched.pop(peer, None)
         self._refused.pop(peer, None)
         if peer in self._queue:

@@ -213,6 +213,7 @@ class DecodeWorker:
             self._thread,
             self._counters,
             probe_timeout_s=transfer.completion_timeout_s,
+            refuse_tcp=transfer.refuse_tcp,
         )
         limit = self._config.decode.local_prefill_limit_tokens
         self._dispatch = DecodeDispatch(
@@ -340,6 +341,7 @@ class DecodeWorker:
             computed_prompt_tokens=snapshot.computed_prompt_tokens,
             page_use=1 - snapshot.free_pages / snapshot.total_pages if snapshot.total_pages else 0.0,
             kv_peers=ready,
+            kv_paths=greeter.paths() if greeter is not None else {},
             counters=dict(self._counters + self._node.counters),
             overdue_writers=tuple(
                 (writer.worker_id, writer.epoch)

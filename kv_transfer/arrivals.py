@@ -14,11 +14,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _LISTENING = "0A"
+_TCP_INFO_BYTES, _BYTES_RECEIVED = 136, 128
+"""Length of the kernel's ``struct tcp_info`` as asked for, and where ``tcpi_bytes_received`` stands in it."""
 _TABLES = ("/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6")
 
 Life = tuple[str, int]
@@ -32,6 +35,7 @@ class ArrivedConnections:
         self._lock = threading.Lock()
         self._ports: set[int] = set()
         self._known_before: set[int] = set()
+        self._received_before: dict[int, int] = {}
         self._of: dict[Life, set[int]] = {}
         """Inodes of a writer's sockets."""
         self._ending: dict[Life, frozenset[int]] = {}
@@ -49,7 +53,11 @@ class ArrivedConnections:
     def begin_claim(self) -> None:
         """A writer is about to connect, and perhaps to be connected to; only one may be at a time."""
         with self._lock:
-            self._known_before = set(_sockets(listening=False)) if self._ports else set()
+            sockets = _sockets(listening=False) if self._ports else {}
+            self._known_before = set(sockets)
+            self._received_before = {
+                i: _received_bytes(sockets[i][0], i) for i in self._claimed() & sockets.keys()
+            }
 
     def claim(self, writer: Life) -> None:
         """What was opened since ``begin_claim`` is this writer's.
@@ -59,6 +67,15 @@ class ArrivedConnections:
         with self._lock:
             opened = set(_sockets(listening=False)) if self._ports else set()
             self._of.setdefault(writer, set()).update(opened - self._known_before - self._claimed())
+
+    def received_bytes(self, writer: Life) -> int:
+        """What came over a claimed writer's connections since ``begin_claim``: 0 where KV moves otherwise."""
+        with self._lock:
+            sockets = _sockets(listening=False) if self._ports else {}
+            return sum(
+                _received_bytes(sockets[inode][0], inode) - self._received_before.get(inode, 0)
+                for inode in self._of.get(writer, set()) & sockets.keys()
+            )
 
     def sever(self, writer: Life) -> bool:
         """End a writer's connections; True once nothing that it sent can arrive any more.
@@ -106,6 +123,17 @@ def _sockets(*, listening: bool) -> dict[int, tuple[int, int]]:
             if kind == "socket" and int(inode[1:-1]) in ports:
                 found[int(inode[1:-1])] = int(name), ports[int(inode[1:-1])]
     return found
+
+
+def _received_bytes(descriptor: int, inode: int) -> int:
+    """Payload that a connection has received, by the kernel's account; 0 once it is closed."""
+    with contextlib.suppress(OSError):
+        copy = os.dup(descriptor)
+        with socket.socket(fileno=copy) as connection:
+            if os.fstat(copy).st_ino == inode:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                return int.from_bytes(info[_BYTES_RECEIVED : _BYTES_RECEIVED + 8], sys.byteorder)
+    return 0
 
 
 def _shut_down(descriptor: int, inode: int) -> None:

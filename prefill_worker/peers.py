@@ -9,6 +9,7 @@ tried again, later each time.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -27,6 +28,8 @@ from antiphon.protocol.messages import KvHello, KvProbe, KvProbeResult, KvRefuse
 _log = logging.getLogger(__name__)
 _FIRST_RETRY_S = 0.5
 _LAST_RETRY_S = 60.0
+TIMED_ROUNDS = 16
+"""How often the probe is written against the clock."""
 
 
 class PeerState(StrEnum):
@@ -142,7 +145,7 @@ class DecodePeers:
             candidate.state, candidate.detail = PeerState.READY, ""
             candidate.retry_s = _FIRST_RETRY_S
             self._counters["handshakes_ok"] += 1
-            _log.info("probe pages arrived intact at %s", peer)
+            _log.info("probe pages arrived intact at %s, by %s", peer, message.path)
             self._on_ready()
         else:
             self._end(peer, PeerState.FAILED, message.detail)
@@ -165,11 +168,28 @@ class DecodePeers:
         if self._gone(candidate, done):
             return
         written = all_of([rank.write_probe(life, pages) for rank in self._ranks])
-        self._thread.when_done(written, lambda done: self._probed(candidate, done))
+        self._thread.when_done(written, lambda done: self._written_once(candidate, life, pages, done))
 
-    def _probed(self, candidate: _Candidate, done: Future[list[None]]) -> None:
-        if not self._gone(candidate, done):
-            self._node.send(candidate.peer, KvProbe(self._node.me.epoch, candidate.peer.epoch))
+    def _written_once(
+        self, candidate: _Candidate, life: PeerLife, pages: dict[str, int], done: Future[list[None]]
+    ) -> None:
+        """The connection stands: now the same bytes again, against the clock."""
+        if self._gone(candidate, done):
+            return
+        began = time.monotonic()
+        rounds = [rank.write_probe(life, pages) for _ in range(TIMED_ROUNDS) for rank in self._ranks]
+        self._thread.when_done(all_of(rounds), lambda done: self._probed(candidate, began, pages, done))
+
+    def _probed(
+        self, candidate: _Candidate, began: float, pages: dict[str, int], done: Future[list[None]]
+    ) -> None:
+        if self._gone(candidate, done):
+            return
+        seconds = time.monotonic() - began
+        regions = [region for rank in self._ranks for region in rank.memory.regions]
+        once = sum(region.page_bytes for region in regions if region.group in pages)
+        epochs = self._node.me.epoch, candidate.peer.epoch
+        self._node.send(candidate.peer, KvProbe(*epochs, TIMED_ROUNDS * once, seconds))
 
     def _gone(self, candidate: _Candidate, done: Future[list[None]]) -> bool:
         """Whether a step of a handshake led nowhere: it failed, or its link has ended meanwhile."""

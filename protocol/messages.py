@@ -330,6 +330,10 @@ class KvProbe(Message, frozen=True):
 
     prefill_epoch: int
     decode_epoch: int
+    written_bytes: int = 0
+    """Of the timed rounds that followed the first one, all ranks together."""
+    seconds: float = 0.0
+    """How long those rounds took."""
 
 
 class KvProbeResult(Message, frozen=True):
@@ -338,6 +342,8 @@ class KvProbeResult(Message, frozen=True):
     decode_epoch: int
     ok: bool
     detail: str
+    path: str = ""
+    """``tcp``, or ``direct``: shared memory, CUDA IPC or RDMA."""
 
 
 class WriteKey(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):

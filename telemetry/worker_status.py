@@ -60,6 +60,14 @@ class WorkerStatusCollector:
             "worker_draining": ("1 while nothing new is taken.", float(now.draining)),
             "worker_requests": ("Requests held in any state.", now.requests),
             "kv_peers": ("Workers that have passed the handshake and the probe.", len(now.kv_peers)),
+            "kv_peers_over_tcp": (
+                "KV peers whose KV moves over TCP: right without RDMA, a fallback with it.",
+                sum(path == "tcp" for path, _ in now.kv_paths.values()),
+            ),
+            "kv_slowest_path_bytes_per_second": (
+                "Rate of the slowest KV peer in the self-test of its handshake; 0 without a peer.",
+                min((rate for _, rate in now.kv_paths.values()), default=0.0),
+            ),
             "kv_pages_held": ("Pages that requests hold, quarantined ones included.", now.pages_held),
             "kv_overdue_writers": ("Peers past their lease which may still write.", len(now.overdue_writers)),
         }

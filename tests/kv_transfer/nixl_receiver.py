@@ -48,6 +48,9 @@ def main() -> None:
             command = sys.stdin.readline().split()
             if not command:
                 break
+            if command[0] == "received":
+                say(obeyed="received", bytes=ARRIVALS.received_bytes((command[1], 1)))
+                continue
             obey(transport, *command)
             say(obeyed=command[0], total=int(data.astype(np.int64).sum()))
         for sender, payload in transport.notifications():

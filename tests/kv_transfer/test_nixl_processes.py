@@ -92,6 +92,8 @@ def test_write_die_restart(request: pytest.FixtureRequest) -> None:
     assert write(sender, peer, whole, b"whole") is WriteState.DONE
     total = int(source.astype(np.int64).sum())
     assert first.hear() == {"sender": "sender/1/0", "payload": "whole", "total": total}
+    first.tell("claim sender")
+    assert first.tell("received sender")["bytes"] < SIZE / 2  # by shared memory
 
     source[:] = 3
     rows = np.array([[i * 4096, i * 8192, 4096] for i in range(256)], dtype=np.int64)
@@ -187,6 +189,7 @@ def test_what_a_dead_writer_left_in_the_network_lands_unless_its_connections_are
     sender.wait_for("connected")
     assert receiver.hear()["total"] == 7 * 4096
     receiver.tell("claim sender")
+    assert receiver.tell("received sender")["bytes"] > 4096  # the kernel's account shows what UCX chose
 
     assert sender.process.stdin is not None
     receiver.tell("pause 1.5", wait=False)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from antiphon.kv_transfer.arrivals import ArrivedConnections
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
+from antiphon.prefill_worker.peers import TIMED_ROUNDS
 from antiphon.protocol.errors import ConfigError, TransferError
 
 Start = Callable[..., tuple[Any, Any]]
@@ -57,13 +59,13 @@ def test_another_model_is_refused_with_both_values(make_pair: Any, make_config: 
 def test_a_corrupt_probe_is_tried_again_before_anybody_is_ready(make_pair: Any) -> None:
     network = InProcessNetwork()
     pair = make_pair(network.transport)
-    network.inject(Fault.CORRUPT)
+    network.inject(Fault.CORRUPT, count=1 + TIMED_ROUNDS)  # every write of the first handshake
     start_without_waiting(pair)
     until(lambda: pair.prefill.status().counters.get("handshakes_failed", 0) == 1)
     assert not pair.prefill.status().ready
     assert not pair.decode.status().ready
     until(lambda: all(status.ready for status in pair.statuses()))
-    assert network.happened[Fault.CORRUPT] == 1
+    assert network.happened[Fault.CORRUPT] == 1 + TIMED_ROUNDS
 
 
 def test_a_worker_that_nobody_vouches_for_is_not_welcomed(make_pair: Any) -> None:
@@ -138,3 +140,25 @@ def test_bad_settings_are_named_before_anything_starts(pair_type: Any, make_conf
     cuda = cuda.model_copy(update={role: getattr(cuda, role).model_copy(update={"device": "cuda"})})
     with pytest.raises(ConfigError, match=r"transfer\.verify_checksums"):
         pair_type(InProcessNetwork().transport, cuda)
+
+
+def test_the_self_test_says_how_kv_moves_and_how_fast(started: Start) -> None:
+    pair, _ = started(None)
+    path, bytes_per_s = pair.decode.status().kv_paths["prefill-0"]
+    assert path == "direct"
+    assert bytes_per_s > 0
+
+
+def test_a_pair_that_would_exchange_kv_over_tcp_is_refused_where_that_is_asked_for(
+    make_pair: Callable[..., Any], make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ArrivedConnections, "received_bytes", lambda self, writer: 1 << 40)
+    over_tcp = make_pair(InProcessNetwork().transport)
+    start_without_waiting(over_tcp)
+    until(lambda: over_tcp.decode.status().ready)
+    assert over_tcp.decode.status().kv_paths["prefill-0"][0] == "tcp"
+    refusing = make_pair(InProcessNetwork().transport, make_config(refuse_tcp=True))
+    start_without_waiting(refusing)
+    until(lambda: "refuse_tcp is set" in refusing.prefill.status().detail)
+    assert not refusing.decode.status().ready
+    assert "over TCP" in refusing.decode.status().detail
