@@ -156,12 +156,21 @@ def dense_values(shape: GptOssConfig) -> int:
     return qkv + shape.query_width * shape.hidden_size
 
 
-def attention_flop(shape: GptOssConfig, tokens: int, before: int = 0) -> float:
-    """QK and PV of all layers for ``tokens`` after ``before``: causal in full layers, a window in others."""
-    full_pairs = tokens * before + tokens * tokens / 2
-    sliding_pairs = tokens * float(min(before + tokens, shape.sliding_window))
-    pairs = len(shape.full_layers) * full_pairs + len(shape.sliding_layers) * sliding_pairs
-    return 4 * shape.query_width * pairs
+def full_attention_flop(shape: GptOssConfig, tokens: int, before: int = 0) -> float:
+    """QK and PV of the layers that see everything, for ``tokens`` after ``before``, causal."""
+    pairs = tokens * before + tokens * tokens / 2
+    return 4 * shape.query_width * len(shape.full_layers) * pairs
+
+
+def window_attention_flop(shape: GptOssConfig, tokens: int) -> float:
+    """QK and PV of the layers that see a window."""
+    pairs = tokens * float(min(tokens, shape.sliding_window))
+    return 4 * shape.query_width * len(shape.sliding_layers) * pairs
+
+
+def window_attention_bytes(shape: GptOssConfig) -> float:
+    """Queries read and outputs written for a token in one window layer, bf16: longer than its operations."""
+    return 2 * shape.query_width * BF16_BYTES
 
 
 def decode_floor_ms(
@@ -188,7 +197,7 @@ def prefill_floor_ms(shape: GptOssConfig, tokens: int, form: Form, gpu: Gpu = H2
     layers = shape.num_hidden_layers
     experts = 2.0 * tokens * shape.experts_per_token * expert_values(shape) * layers / gpu.fp8_flops
     dense = 2.0 * tokens * dense_values(shape) * layers / gpu.bf16_flops
-    attention = attention_flop(shape, tokens) / gpu.bf16_flops
+    attention = (full_attention_flop(shape, tokens) + window_attention_flop(shape, tokens)) / gpu.bf16_flops
     weights = layers * (shape.num_experts * expert_bytes(shape, form) + attention_weight_bytes(shape))
     read = (weights + unembedding_bytes(shape)) / gpu.bytes_per_s
     return max(experts + dense + attention, read) * 1e3

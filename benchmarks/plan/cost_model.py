@@ -21,24 +21,41 @@ PAGE_TOKENS = 64
 WINDOW_PAGES = 3
 """Pages that a window of 128 tokens can touch."""
 CHUNK_TOKENS = 8192
-FEWEST_STEPS = 4
+FEWEST_STEPS = 6
+"""Twice as many as there are factors."""
+
+
+Groups = tuple[float, float, float]
+"""Seconds, or factors, of attention, of experts (and of prefill's other products), and of the rest."""
+NOTHING: Groups = (0.0, 0.0, 0.0)
+REST = 2
+GROUP_OF = {
+    KernelClass.ATTENTION_DECODE: 0,
+    KernelClass.ATTENTION_PREFILL: 0,
+    KernelClass.WINDOW_PREFILL: 0,
+    KernelClass.MOE_DECODE: 1,
+    KernelClass.ROUTE_DECODE: 1,
+    KernelClass.MOE_PREFILL: 1,
+    KernelClass.MOE_MIXED: 1,
+    KernelClass.DENSE_PREFILL: 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Whole steps against the sum of their kernels: measured = offset_s + scale * sum."""
+    """Whole steps against the sum of their kernels: each group of classes has a factor of its own."""
 
-    offset_s: float = 0.0
-    scale: float = 1.0
+    factors: Groups = (1.0, 1.0, 1.0)
     points: int = 0
     held_out: Errors | None = None
     """Each measured point predicted from all others."""
+    layout_points: int = 0
     layout_held_out: Errors | None = None
     """Every layout but TP1 predicted from TP1 alone."""
 
-    def apply(self, seconds: float) -> float:
+    def apply(self, groups: Groups) -> float:
         """The corrected time."""
-        return self.offset_s + self.scale * seconds
+        return sum(factor * seconds for factor, seconds in zip(self.factors, groups, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +77,30 @@ class CostModel:
 
     def decode_step_s(self, layout: Layout, batch: float, context: float) -> float:
         """One step of ``batch`` sequences of ``context`` tokens each."""
-        parts = work.decode_step(self.shape, layout, batch, context)
-        return self.decode_correction.apply(self.efficiencies.seconds(parts))
+        return self.decode_correction.apply(self.decode_groups_s(layout, batch, context))
+
+    def decode_groups_s(self, layout: Layout, batch: float, context: float) -> Groups:
+        """Uncorrected seconds of a step by group of kernel classes."""
+        return self._grouped(work.decode_step(self.shape, layout, batch, context))
 
     def prefill_s(self, layout: Layout, tokens: int, before: int = 0) -> float:
         """``tokens`` of a prompt alone on the worker, in chunks, after ``before`` cached ones."""
-        seconds, done = 0.0, before
-        end = before + tokens
+        return self.prefill_correction.apply(self.prefill_groups_s(layout, tokens, before))
+
+    def prefill_groups_s(self, layout: Layout, tokens: int, before: int = 0) -> Groups:
+        """Uncorrected seconds of a prompt's chunks by group of kernel classes."""
+        total, done, end = NOTHING, before, before + tokens
         while done < end:
             chunk = min(CHUNK_TOKENS, end - done)
-            seconds += self._chunk_s(layout, chunk, done)
+            total = _plus(total, self._grouped(self._chunk(layout, chunk, done)))
             done += chunk
-        return self.prefill_correction.apply(seconds)
+        return total
+
+    def _grouped(self, parts: work.Parts) -> Groups:
+        seconds = [0.0] * len(NOTHING)
+        for kind, each in parts.items():
+            seconds[GROUP_OF.get(kind, REST)] += self.efficiencies.part_seconds(kind, each)
+        return seconds[0], seconds[1], seconds[2]
 
     def holds_fp8(self, layout: Layout) -> bool:
         """Whether a prefill worker can hold its experts in FP8 beside the 4-bit ones."""
@@ -112,17 +141,16 @@ class CostModel:
             found["prefill"] = [each for each in found["prefill"] if each is KernelClass.ALL_REDUCE_LARGE]
         return found
 
-    def _chunk_s(self, layout: Layout, tokens: int, before: int) -> float:
-        return min(self.efficiencies.seconds(parts) for parts in self._roads(layout, tokens, before))
+    def _chunk(self, layout: Layout, tokens: int, before: int) -> dict[KernelClass, floors.Work]:
+        """A chunk by the quickest road."""
+        return min(self._roads(layout, tokens, before), key=self.efficiencies.seconds)
 
     def _roads(self, layout: Layout, tokens: int, before: int) -> list[dict[KernelClass, floors.Work]]:
-        """FP8 experts (widened layer by layer where they do not fit), and 4-bit ones for short chunks."""
-        fp8 = work.prefill_chunk(
-            self.shape, layout, tokens, before, form="fp8", widen=not self.holds_fp8(layout)
+        """FP8 experts where they fit beside the 4-bit ones, else those; or streamed, for short chunks."""
+        names: tuple[work.Road, ...] = (
+            ("fp8", "streamed") if self.holds_fp8(layout) else ("mixed", "streamed")
         )
-        streamed = work.prefill_chunk(self.shape, layout, tokens, before, form="mxfp4", widen=False)
-        streamed[KernelClass.MOE_DECODE] = streamed.pop(KernelClass.MOE_PREFILL)
-        return [fp8, streamed]
+        return [work.prefill_chunk(self.shape, layout, tokens, before, road=road) for road in names]
 
 
 def build(model: str, measured: Sequence[Record], gpu: Gpu = H200) -> CostModel:
@@ -134,8 +162,15 @@ def build(model: str, measured: Sequence[Record], gpu: Gpu = H200) -> CostModel:
     shape = preset(model)
     efficiencies = calibrate(measured, gpu)
     ours = [each for each in measured if gpu.name in each.device and each.model in PRESETS]
-    decode = _correction(ours, records.BENCH_DECODE, efficiencies, _decode_sum)
-    prefill = _correction(ours, records.BENCH_PREFILL, efficiencies, _prefill_sum)
+    decode = _correction(
+        ours, records.BENCH_DECODE, lambda name: CostModel(name, preset(name), efficiencies), _decode_groups
+    )
+    prefill = _correction(
+        ours,
+        records.BENCH_PREFILL,
+        lambda name: CostModel(name, preset(name), efficiencies, decode),
+        _prefill_groups,
+    )
     points = frozenset(
         (each.bench, each.layout, each.batch or 0, each.context or 0)
         if each.bench == records.BENCH_DECODE
@@ -146,33 +181,37 @@ def build(model: str, measured: Sequence[Record], gpu: Gpu = H200) -> CostModel:
     return CostModel(model, shape, efficiencies, decode, prefill, points)
 
 
-Sum = Callable[[CostModel, Record], float]
+GroupsOf = Callable[[CostModel, Record], tuple[Groups, float]]
+"""(group seconds to be corrected, seconds that are known otherwise) of a record's point."""
 
 
-def _decode_sum(model: CostModel, record: Record) -> float:
-    return model.decode_step_s(Layout.parse(record.layout), record.batch or 1, record.context or 1)
+def _decode_groups(model: CostModel, record: Record) -> tuple[Groups, float]:
+    return model.decode_groups_s(Layout.parse(record.layout), record.batch or 1, record.context or 1), 0.0
 
 
-def _prefill_sum(model: CostModel, record: Record) -> float:
+def _prefill_groups(model: CostModel, record: Record) -> tuple[Groups, float]:
     """Prompt in to first token out: all tokens but the last, then a decode step."""
     layout, tokens = Layout.parse(record.layout), record.input_tokens or 1
-    return model.prefill_s(layout, max(1, tokens - 1)) + model.decode_step_s(layout, 1, tokens)
+    return model.prefill_groups_s(layout, max(1, tokens - 1)), model.decode_step_s(layout, 1, tokens)
 
 
-def _correction(measured: Sequence[Record], bench: str, efficiencies: Efficiencies, total: Sum) -> Correction:
+def _correction(
+    measured: Sequence[Record], bench: str, plain: Callable[[str], CostModel], groups_of: GroupsOf
+) -> Correction:
     """Fit whole steps of all models and layouts; none when there are too few."""
     rows: list[Row] = []
     first: list[Row] = []
     others: list[Row] = []
     for record in _fastest(records.select(measured, bench)):
-        raw = total(CostModel(record.model, preset(record.model), efficiencies), record)
-        row = ((1.0, raw), record.value * 1e-3)
+        groups, known_s = groups_of(plain(record.model), record)
+        row = (groups, max(1e-9, record.value * 1e-3 - known_s))
         rows.append(row)
         (first if record.layout == "TP1" else others).append(row)
     if len(rows) < FEWEST_STEPS:
         return Correction()
-    offset, scale = non_negative_fit(rows)
-    return Correction(offset, scale, len(rows), leave_one_out(rows), _across(first, others))
+    attention, experts, rest = non_negative_fit(rows)
+    across = _across(first, others)
+    return Correction((attention, experts, rest), len(rows), leave_one_out(rows), len(others), across)
 
 
 def _fastest(found: Sequence[Record]) -> list[Record]:
@@ -188,5 +227,10 @@ def _fastest(found: Sequence[Record]) -> list[Record]:
 def _across(first: Sequence[Row], others: Sequence[Row]) -> Errors | None:
     if len(first) < FEWEST_STEPS or not others:
         return None
-    offset, scale = non_negative_fit(first)
-    return Errors.of([(offset + scale * raw[1], value) for raw, value in others])
+    factors = non_negative_fit(first)
+    pairs = [(sum(f * s for f, s in zip(factors, groups, strict=True)), value) for groups, value in others]
+    return Errors.of(pairs)
+
+
+def _plus(one: Groups, other: Groups) -> Groups:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]

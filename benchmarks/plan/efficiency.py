@@ -7,18 +7,19 @@ are fitted to measured kernels; a class without measurements keeps assumed ones,
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from antiphon.benchmarks import floors, records
 from antiphon.benchmarks.floors import Work
-from antiphon.benchmarks.plan.fit import Errors, Row, leave_one_out, non_negative_fit
+from antiphon.benchmarks.plan.fit import Errors, Row, non_negative_fit
 from antiphon.benchmarks.plan.hardware import H200, Gpu
 from antiphon.benchmarks.plan.work import LINKS, KernelClass
 from antiphon.benchmarks.records import Record
-from antiphon.model.config import PRESETS, GptOssConfig
+from antiphon.model.config import PRESETS, GptOssConfig, preset
 
 FEWEST_POINTS = 3
 """Below this a class keeps its assumed law."""
@@ -56,13 +57,15 @@ ASSUMED: Mapping[KernelClass, Law] = MappingProxyType(
         KernelClass.ROUTE_DECODE: Law(5e-6, 1.0, 100.0),
         KernelClass.UNEMBEDDING: Law(10e-6, 1.1, 1.3),
         KernelClass.DENSE_PREFILL: Law(3e-6, 1.0, 1.25),
-        KernelClass.ATTENTION_PREFILL: Law(5e-6, 1.0, 2.6),
+        KernelClass.ATTENTION_PREFILL: Law(5e-6, 1.0, 2.2),
+        KernelClass.WINDOW_PREFILL: Law(5e-6, 4.0),
         KernelClass.MOE_PREFILL: Law(30e-6, 1.2, 1.7),
-        KernelClass.WIDEN: Law(5e-6, 1.3),
+        KernelClass.MOE_MIXED: Law(30e-6, 1.2, 2.4),
         KernelClass.ELEMENTWISE: Law(3e-6, 1.3),
         KernelClass.ALL_REDUCE_SMALL: Law(7e-6, 1.5),
         KernelClass.ALL_REDUCE_LARGE: Law(12e-6, 1.4),
         KernelClass.STEP: Law(150e-6),
+        KernelClass.CHUNK: Law(100e-6),
     }
 )
 """Round figures of what such kernels reach elsewhere; every result that rests on one is marked predicted."""
@@ -73,14 +76,20 @@ BY_NAME: Mapping[str, KernelClass] = MappingProxyType(
         "decode full": KernelClass.ATTENTION_DECODE,
         "decode sliding": KernelClass.ATTENTION_DECODE,
         "prefill full": KernelClass.ATTENTION_PREFILL,
-        "prefill sliding": KernelClass.ATTENTION_PREFILL,
+        "attention full": KernelClass.ATTENTION_PREFILL,
         "norm+qkv+rope+write": KernelClass.DENSE_DECODE,
         "o+bias+residual": KernelClass.DENSE_DECODE,
         "logits": KernelClass.UNEMBEDDING,
-        "moe_widen": KernelClass.WIDEN,
     }
 )
 """Beginnings of kernel names whose floor is all bytes (attention of prefill: all operations)."""
+WINDOW_KERNELS = ("prefill sliding", "attention sliding")
+SUPERSEDED: Mapping[str, str] = MappingProxyType(
+    {"prefill full": "attention full", "prefill sliding": "attention sliding"}
+)
+"""Kernels that count only until the one that took their place has been measured."""
+CONSTANT_WITHIN = 1.5
+"""A term whose largest value is at most so many times its smallest cannot be told from a launch's cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +117,21 @@ def calibrate(measured: Sequence[Record], gpu: Gpu = H200) -> Efficiencies:
     laws = dict(ASSUMED)
     for kind, rows in kernel_points(measured, gpu).items():
         if len(rows) >= FEWEST_POINTS:
-            launch_s, memory, compute = non_negative_fit(rows)
-            fitted = Law(launch_s, memory, compute, len(rows), leave_one_out(rows))
-            laws[kind] = _with_unseen_terms(fitted, rows, ASSUMED[kind])
+            laws[kind] = _fitted(rows, ASSUMED[kind])
     return Efficiencies(gpu, MappingProxyType(laws))
 
 
 def kernel_points(measured: Sequence[Record], gpu: Gpu) -> dict[KernelClass, list[Row]]:
     """(terms, seconds) of every measured kernel that belongs to a class; of one point the fastest variant."""
     best: dict[tuple[object, ...], tuple[KernelClass, Work, float]] = {}
-    for record in records.select(measured, records.BENCH_KERNEL):
-        if gpu.name not in record.device or record.extra.get("ok") is False:
+    kernels = [each for each in records.select(measured, records.BENCH_KERNEL) if gpu.name in each.device]
+    names = {each.kernel or "" for each in kernels}
+    gone = tuple(old for old, new in SUPERSEDED.items() if any(name.startswith(new) for name in names))
+    for record in kernels:
+        if record.extra.get("ok") is False or (record.kernel or "").startswith(gone):
             continue
         for kind, work, seconds in _readings(record, gpu):
-            key = (
-                kind,
-                record.model,
-                *_variant_of(record),
-                record.batch,
-                record.input_tokens,
-                record.context,
-            )
+            key = (kind, record.model, *_variant_of(record), record.batch, record.context)
             if key not in best or seconds < best[key][2]:
                 best[key] = (kind, work, seconds)
     grouped: defaultdict[KernelClass, list[Row]] = defaultdict(list)
@@ -146,6 +149,9 @@ def _readings(record: Record, gpu: Gpu) -> list[tuple[KernelClass, Work, float]]
     for name, kind in BY_NAME.items():
         if kernel.startswith(name) and record.floor is not None:
             return [(kind, _work_of_floor(kind, record.floor * 1e-6, gpu), value_s)]
+    if kernel.startswith(WINDOW_KERNELS):
+        work = Work(_prompt_tokens(record) * floors.window_attention_bytes(preset("gpt-oss-20b")), launches=1)
+        return [(KernelClass.WINDOW_PREFILL, work, value_s)]
     if shape is None:
         return []
     if kernel.startswith("moe_streamed") and record.batch:
@@ -158,19 +164,30 @@ def _readings(record: Record, gpu: Gpu) -> list[tuple[KernelClass, Work, float]]
         return found
     if kernel == "moe route" and record.batch:
         return [(KernelClass.ROUTE_DECODE, _route(record.batch, shape), value_s)]
-    if kernel.startswith("moe_fp8") and record.input_tokens:
-        tokens = record.input_tokens
+    if kernel.startswith(("moe_fp8", "moe mixed")) and record.input_tokens:
+        tokens, mixed = record.input_tokens, kernel.startswith("moe mixed")
         flop = 2.0 * tokens * shape.experts_per_token * floors.expert_values(shape)
-        read = floors.expected_experts(shape, tokens) * floors.expert_bytes(shape, "fp8")
-        work = Work(read, fp8_flop=flop, launches=1)
-        return [(KernelClass.MOE_PREFILL, work, times.get("experts", value_s))]
+        held = floors.expert_bytes(shape, "mxfp4" if mixed else "fp8")
+        work = Work(floors.expected_experts(shape, tokens) * held, fp8_flop=flop, launches=1)
+        kind = KernelClass.MOE_MIXED if mixed else KernelClass.MOE_PREFILL
+        return [(kind, work, times.get("experts", value_s))]
     return []
 
 
-def _variant_of(record: Record) -> tuple[str, str]:
-    """Kernel and shape without the launch settings, of which the fastest counts."""
-    shape = str(record.extra.get("shape", ""))
-    return (record.kernel or "").removesuffix(" pdl"), shape.partition(" s=")[0]
+def _variant_of(record: Record) -> tuple[object, ...]:
+    """What tells points of a class apart; of kernels and settings for one point the fastest counts."""
+    kernel, shape = record.kernel or "", str(record.extra.get("shape", ""))
+    if kernel.startswith((*WINDOW_KERNELS, "prefill full", "attention full")):
+        tokens = _prompt_tokens(record)
+        found = re.search(r"ctx=(\d+)", shape)
+        return tokens, int(found[1]) if found else tokens
+    return kernel.removesuffix(" pdl"), shape.partition(" s=")[0], record.input_tokens
+
+
+def _prompt_tokens(record: Record) -> int:
+    """Tokens of a prompt's chunk: the record's, or those in its text of the shape."""
+    found = re.match(r"T=(\d+)", str(record.extra.get("shape", "")))
+    return record.input_tokens or (int(found[1]) if found else 1)
 
 
 def _work_of_floor(kind: KernelClass, floor_s: float, gpu: Gpu) -> Work:
@@ -191,12 +208,43 @@ def _terms(work: Work, gpu: Gpu, link: bool) -> tuple[float, float, float]:
     return work.launches, work.bytes / rate, compute
 
 
-def _with_unseen_terms(fitted: Law, rows: Sequence[Row], assumed: Law) -> Law:
-    """Keep the assumed coefficient of a term that is 0 in every point: the fit knows nothing of it."""
-    seen = [any(terms[i] > 0 for terms, _ in rows) for i in range(3)]
-    return replace(
-        fitted,
-        launch_s=fitted.launch_s if seen[0] else assumed.launch_s,
-        memory=fitted.memory if seen[1] else assumed.memory,
-        compute=fitted.compute if seen[2] else assumed.compute,
-    )
+def _fitted(rows: Sequence[Row], assumed: Law) -> Law:
+    """The law of measured points.
+
+    The fit knows nothing of a term that is 0 in every point, and cannot tell terms apart that hardly vary: of
+    those the assumed coefficients stay, the launch's first.
+    """
+    varying = [_varies([terms[index] for terms, _ in rows]) for index in range(3)]
+    seen = [any(terms[index] > 0 for terms, _ in rows) for index in range(3)]
+    free = [seen[index] and (index > 0 or any(varying[1:])) for index in range(3)]
+    kept = (assumed.launch_s, assumed.memory, assumed.compute)
+
+    def fixed_s(terms: Sequence[float]) -> float:
+        return sum(0.0 if free[index] else kept[index] * terms[index] for index in range(3))
+
+    # Where the assumed part alone exceeds a point, there is nothing left to fit: the launch is fitted too.
+    if any(fixed_s(terms) >= value for terms, value in rows):
+        free = seen
+    reduced: list[Row] = [
+        (tuple(terms[index] for index in range(3) if free[index]), value - fixed_s(terms))
+        for terms, value in rows
+    ]
+    found = iter(non_negative_fit(reduced))
+    launch_s, memory, compute = (next(found) if free[index] else kept[index] for index in range(3))
+    return Law(launch_s, memory, compute, len(rows), _held_out(rows, reduced))
+
+
+def _held_out(rows: Sequence[Row], reduced: Sequence[Row]) -> Errors | None:
+    """Each point predicted from the others; the assumed part counts as predicted."""
+    if len(rows) < FEWEST_POINTS:
+        return None
+    pairs = []
+    for index, ((terms, left), (_, value)) in enumerate(zip(reduced, rows, strict=True)):
+        coefficients = non_negative_fit([*reduced[:index], *reduced[index + 1 :]])
+        known = value - left
+        pairs.append((known + sum(c * t for c, t in zip(coefficients, terms, strict=True)), value))
+    return Errors.of(pairs)
+
+
+def _varies(values: Sequence[float]) -> bool:
+    return min(values) >= 0 and max(values) > CONSTANT_WITHIN * min(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Literal
 
 from antiphon.benchmarks import floors
 from antiphon.benchmarks.floors import Form, Work
@@ -21,13 +22,15 @@ class KernelClass(StrEnum):
     ROUTE_DECODE = "expert routing, decode"
     UNEMBEDDING = "logits"
     DENSE_PREFILL = "dense projections, prefill"
-    ATTENTION_PREFILL = "attention, prefill"
+    ATTENTION_PREFILL = "attention to everything, prefill"
+    WINDOW_PREFILL = "attention to the window, prefill"
     MOE_PREFILL = "experts, prefill (FP8)"
-    WIDEN = "widening MXFP4 to FP8"
+    MOE_MIXED = "experts, prefill (FP8 by MXFP4)"
     ELEMENTWISE = "norms, rotary, activation"
+    CHUNK = "planning and launching a chunk"
     ALL_REDUCE_SMALL = "all-reduce, decode"
     ALL_REDUCE_LARGE = "all-reduce, prefill"
-    STEP = "planning, sampling, launch"
+    STEP = "planning, sampling, launch of a step"
 
 
 LINKS = frozenset({KernelClass.ALL_REDUCE_SMALL, KernelClass.ALL_REDUCE_LARGE})
@@ -73,27 +76,33 @@ def decode_step(
     return parts
 
 
+Road = Literal["fp8", "mixed", "streamed"]
+"""How a chunk multiplies by experts: by FP8 weights, by 4-bit ones in FP8, or as a decode step does."""
+
+_ROADS: dict[Road, tuple[KernelClass, Form]] = {
+    "fp8": (KernelClass.MOE_PREFILL, "fp8"),
+    "mixed": (KernelClass.MOE_MIXED, "mxfp4"),
+    "streamed": (KernelClass.MOE_DECODE, "mxfp4"),
+}
+
+
 def prefill_chunk(
     shape: GptOssConfig,
     layout: Layout,
     tokens: int,
     before: int,
     *,
-    form: Form,
-    widen: bool,
+    road: Road,
     with_unembedding: bool = False,
 ) -> dict[KernelClass, Work]:
-    """A chunk of ``tokens`` of one prompt whose first ``before`` tokens are done.
-
-    ``widen``: experts are held in MXFP4 and widened to FP8 within each layer, since both forms do not fit.
-    """
+    """A chunk of ``tokens`` of one prompt whose first ``before`` tokens are done."""
     tp, layers, hidden = layout.tp, shape.num_hidden_layers, shape.hidden_size
-    experts = floors.expert_values(shape) * shape.experts_per_token
+    kind, form = _ROADS[road]
     # TP of experts pads a rank's rows; EP gives each rank whole experts, uniform routing assumed.
     share = 1 / tp if layout.ep > 1 else floors.padded_share(shape, tp)
-    distinct = floors.expected_experts(shape, tokens)
-    moe_flop = layers * 2.0 * tokens * experts * share
-    fp8 = form == "fp8" or widen
+    read = floors.expected_experts(shape, tokens) * floors.expert_bytes(shape, form) * share
+    flop = layers * 2.0 * tokens * floors.expert_values(shape) * shape.experts_per_token * share
+    streamed = road == "streamed"
     parts = {
         KernelClass.DENSE_PREFILL: Work(
             bytes=layers * floors.attention_weight_bytes(shape) / tp,
@@ -101,21 +110,24 @@ def prefill_chunk(
             launches=3 * layers,
         ),
         KernelClass.ATTENTION_PREFILL: Work(
-            bf16_flop=floors.attention_flop(shape, tokens, before) / tp, launches=layers
+            bf16_flop=floors.full_attention_flop(shape, tokens, before) / tp,
+            launches=len(shape.full_layers),
         ),
-        KernelClass.MOE_PREFILL: Work(
-            bytes=layers * distinct * floors.expert_bytes(shape, "fp8" if widen else form) * share,
-            bf16_flop=0.0 if fp8 else moe_flop,
-            fp8_flop=moe_flop if fp8 else 0.0,
+        KernelClass.WINDOW_PREFILL: Work(
+            bytes=len(shape.sliding_layers) * tokens * floors.window_attention_bytes(shape) / tp,
+            launches=len(shape.sliding_layers),
+        ),
+        kind: Work(
+            bytes=layers * read,
+            bf16_flop=flop if streamed else 0.0,
+            fp8_flop=0.0 if streamed else flop,
             launches=layers,
         ),
         KernelClass.ELEMENTWISE: Work(
             bytes=layers * tokens * _elementwise_bytes(shape, tp), launches=4 * layers
         ),
+        KernelClass.CHUNK: Work(launches=layers),
     }
-    if widen:
-        moved = floors.expert_bytes(shape, "mxfp4") + floors.expert_bytes(shape, "fp8")
-        parts[KernelClass.WIDEN] = Work(bytes=layers * shape.num_experts * moved * share, launches=layers)
     if with_unembedding:
         parts[KernelClass.UNEMBEDDING] = Work(bytes=floors.unembedding_bytes(shape) / tp, launches=1)
     if tp > 1:
@@ -141,8 +153,9 @@ def layout_floor_s(
         parts = decode_step(shape, layout, batch or 1, context or 1)
         least_s = sum(part.bytes for kind, part in parts.items() if kind not in LINKS) / gpu.bytes_per_s
     else:
-        parts = prefill_chunk(shape, layout, input_tokens, 0, form="fp8", widen=False)
+        parts = prefill_chunk(shape, layout, input_tokens, 0, road="fp8")
         compute_s = sum(p.bf16_flop / gpu.bf16_flops + p.fp8_flop / gpu.fp8_flops for p in parts.values())
+        compute_s += floors.window_attention_flop(shape, input_tokens) / layout.tp / gpu.bf16_flops
         weights = floors.weights_on_one_gpu(shape, layout, "mxfp4", with_unembedding=True).total
         least_s = max(compute_s, weights / gpu.bytes_per_s)
     return least_s + sum(parts[kind].bytes for kind in LINKS & parts.keys()) / gpu.nvlink_bytes_per_s

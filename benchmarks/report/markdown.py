@@ -98,7 +98,7 @@ def step_error_table(model: CostModel) -> str:
     for name, whole in (("decode step", model.decode_correction), ("prompt", model.prefill_correction)):
         rows.append([name, "each point from all others", str(whole.points), *_errors(whole.held_out)])
         across = whole.layout_held_out
-        points = "0" if across is None else str(across.points)
+        points = str(whole.layout_points)
         rows.append([name, "other layouts from TP1 alone", points, *_errors(across)])
     return table(["", "predicted", "points", "median error", "worst"], rows)
 

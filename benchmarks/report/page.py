@@ -36,8 +36,9 @@ in these tables; what replicas cost one another is measured below where it was.
 COST_MODEL = """## What predictions rest on
 
 The time of a kernel class is a sum of three terms: its launches, its bytes at the rated bandwidth times a
-factor, and its operations at the rated speed times a factor. "Assumed" classes were not measured yet. Errors
-are those of each measured point when it is predicted from all the others.
+factor, and its operations at the rated speed times a factor. "Assumed" classes were not measured yet. Whole
+measured steps then give a factor to each of three groups of classes: attention, experts (and prefill's other
+products), and the rest. Errors are those of each measured point when it is predicted from all the others.
 """
 
 
