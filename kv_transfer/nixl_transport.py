@@ -116,6 +116,8 @@ class NixlTransport:
                 backends=[_BACKEND],
             )
             state = _STATES[self._agent.transfer(handle)]
+        except nixl.nixlRemoteDisconnectError as error:  # every later post would fail as well
+            raise TransferError("connection", f"{peer}: {error!r}") from error
         except Exception as error:
             raise TransferError("post", f"{peer}: {error!r}") from error
         self._next_id += 1

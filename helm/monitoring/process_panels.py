@@ -230,6 +230,13 @@ def transfers() -> list[Panel]:
             "none",
             Query(rate("kv_handshakes_total", by="result"), "{{result}}"),
             Query(gauge("kv_peers", by="engine"), "{{engine}}: peers"),
+            Query(gauge("kv_peers_over_tcp", by="engine"), "{{engine}}: over TCP"),
+        ),
+        lines(
+            "Slowest path in the self-test",
+            "Bytes a second at which the probe of a handshake arrived; the lowest of a worker's peers.",
+            "Bps",
+            Query(gauge("kv_slowest_path_bytes_per_second", by="engine"), "{{engine}}"),
         ),
         lines(
             "Late, missing, ended",

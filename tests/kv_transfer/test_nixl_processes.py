@@ -230,6 +230,8 @@ def test_a_severed_writer_that_lives_connects_anew(request: pytest.FixtureReques
     receiver.tell("claim sender")
     receiver.tell("sever sender")
     assert _fails(lambda: write(sender, peer, small, b"broken"))
+    with pytest.raises(TransferError, match="connection: "):
+        sender.post_write(peer, [small], b"broken as well")
     assert sender.connect(receiver.metadata) == peer
     assert write(sender, peer, whole, b"after") is WriteState.DONE
     assert receiver.hear() == {"sender": "sender/6/0", "payload": "after", "total": 5 * SIZE}
