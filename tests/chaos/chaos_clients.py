@@ -37,12 +37,12 @@ def make_cases(rng: random.Random, count: int, *, short: bool = False) -> list[d
     """Greedy chat requests of mixed length, or only ``short`` ones; every fourth offers a tool."""
     cases: list[dict[str, Any]] = []
     for index in range(count):
-        words = [rng.choice(WORDS) for _ in range(2 if short else rng.choice((2, 20, 60, 150, 300)))]
+        words = [rng.choice(WORDS) for _ in range(2 if short else rng.choice((2, 20, 60, 120, 200)))]
         case: dict[str, Any] = {
             "model": MODEL,
             "messages": [{"role": "user", "content": f"{index}: {' '.join(words)}"}],
             "temperature": 0,
-            "max_completion_tokens": rng.choice((1, 2, 4) if short else (1, 2, 8, 16, 110)),
+            "max_completion_tokens": rng.choice((1, 2, 4) if short else (1, 2, 4, 12, 64)),
         }
         if index % 4 == 0:
             case["tools"] = [TOOL]
