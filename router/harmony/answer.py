@@ -39,6 +39,7 @@ class AnswerWriter:
         self._deltas: list[ChatDelta] = []
         self._texts: list[str] = []
         self._started: set[Sink] = set()
+        self._latest = Sink.NOWHERE
         self._separator_due = False
         self._call_is_empty = False
         self._undecided: list[str] = []
@@ -74,7 +75,9 @@ class AnswerWriter:
         if self._separator_due:
             self._texts.append(_SEPARATOR)
             self._separator_due = False
-        self._started.add(self.sink)
+        if self.sink is not self._latest:  # an enumeration's hash is a call, and this is every token's way
+            self._started.add(self.sink)
+            self._latest = self.sink
         self._call_is_empty = False
         self._texts.append(text)
 

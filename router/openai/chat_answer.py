@@ -26,7 +26,7 @@ class AnswerDelta:
     """A delta to show, with the log-probabilities of the content tokens it completes."""
 
     delta: ChatDelta
-    logprobs: list[JsonLogprob] = field(default_factory=list)
+    logprobs: Sequence[JsonLogprob] = ()
 
 
 class ChatAnswer:

@@ -38,6 +38,15 @@ class ChatChunks:
         self._head = b"data: " + envelope[:-1]
         # With usage asked for, every chunk carries the key, and the last one its value.
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._content_heads: dict[int, bytes] = {}
+        self._content_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail
+
+    def _content_head(self, choice: int) -> bytes:
+        head = self._content_heads.get(choice)
+        if head is None:
+            place = b',"choices":[{"index":%d,"delta":{"content":' % choice
+            head = self._content_heads[choice] = self._head + place
+        return head
 
     def role(self, choice: int) -> bytes:
         """The first chunk of a choice."""
@@ -45,7 +54,11 @@ class ChatChunks:
 
     def delta(self, choice: int, shown: AnswerDelta) -> bytes:
         """A chunk with more of the answer. Reasoning goes out under both names that clients look for."""
-        match shown.delta:
+        delta = shown.delta
+        if type(delta) is ContentDelta and not shown.logprobs and self._running_usage is None:
+            # What nearly every token of an answer becomes: all but the text is equal from chunk to chunk.
+            return b"".join((self._content_head(choice), orjson.dumps(delta.text), self._content_tail))
+        match delta:
             case ContentDelta(text):
                 return self._chunk(choice, b'{"content":' + orjson.dumps(text) + b"}", shown.logprobs)
             case ReasoningDelta(text):

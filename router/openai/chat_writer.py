@@ -107,7 +107,10 @@ class ChatStream:
 
     def tokens(self, event: TokensArrived) -> bytes:
         """A chunk per delta."""
-        return b"".join([self._chunks.delta(event.choice, shown) for shown in self._choices.tokens(event)])
+        shown = self._choices.tokens(event)
+        if len(shown) == 1:
+            return self._chunks.delta(event.choice, shown[0])
+        return b"".join([self._chunks.delta(event.choice, one) for one in shown])
 
     def wants_more(self, choice: int) -> bool:
         """False after a stop text."""

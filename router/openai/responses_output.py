@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pydantic import JsonValue
@@ -220,5 +221,5 @@ def _part_event(kind: str, item_id: str, index: int, part: JsonObject) -> Event:
     return kind, {"item_id": item_id, "output_index": index, "content_index": 0, "part": part}
 
 
-def _json_logprobs(logprobs: list[JsonLogprob]) -> list[JsonValue]:
+def _json_logprobs(logprobs: Sequence[JsonLogprob]) -> list[JsonValue]:
     return [dict(entry) for entry in logprobs]

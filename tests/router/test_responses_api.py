@@ -140,6 +140,12 @@ async def test_failure_after_the_first_event(deploy):
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"]["code"] == "server_error"
     assert events[-1]["response"]["status"] == "failed"
+
+
+async def test_a_deadline_that_passes_before_the_first_event(deploy):
+    workers = answering((CONTENT, "x" * 100))
+    workers.step_s = 0.02
+    deployment = await deploy(workers)
     assert (await respond(deployment, timeout_s=0.2)).status_code == 504
 
 
