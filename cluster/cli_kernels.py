@@ -1,6 +1,10 @@
-"""``antiphon kernels``: CUDA libraries, compiled ahead of time."""
+"""``antiphon kernels``: CUDA libraries and Triton kernels, compiled ahead of time."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
 
 from antiphon.kernels.attention import prefill_hopper
 from antiphon.kernels.collectives import one_shot
@@ -13,14 +17,46 @@ LIBRARIES: tuple[CudaLibrary, ...] = (skinny.LIBRARY, moe.LIBRARY, prefill_hoppe
 """Every library that a worker on an H200 loads."""
 
 
-def build_kernels() -> None:
-    """Build what is missing; prints each library's path.
+def build_kernels(
+    folder: Path | None,
+    models: Sequence[str],
+    tensor_parallel: Sequence[int],
+    page_size: int,
+    max_batch_size: int,
+) -> None:
+    """Build what is missing; prints each library's path and how many Triton kernels were compiled.
+
+    Args:
+        folder: where workers will look (their ANTIPHON_KERNEL_LIBRARY_DIR); that variable's when None.
+        models: presets whose Triton kernels are compiled; none to leave those to the workers.
 
     Raises:
-        AntiphonError: no nvcc, or it failed.
+        AntiphonError: no nvcc or C compiler, or it failed; or no such preset.
     """
-    for library in LIBRARIES:
-        try:
+    if folder is not None:
+        os.environ["ANTIPHON_KERNEL_LIBRARY_DIR"] = str(folder.resolve())
+    try:
+        for library in LIBRARIES:
             print(library.build())
-        except KernelLibraryError as error:
-            raise AntiphonError(str(error)) from error
+        if models:
+            _build_triton(models, tensor_parallel, page_size, max_batch_size)
+    except KernelLibraryError as error:
+        raise AntiphonError(str(error)) from error
+
+
+def _build_triton(
+    models: Sequence[str], tensor_parallel: Sequence[int], page_size: int, max_batch_size: int
+) -> None:
+    from antiphon.kernels.ahead import build_driver_module, compile_only, triton_folder
+    from antiphon.model.ahead import launch_all
+    from antiphon.model.config import preset
+
+    target = triton_folder()
+    print(build_driver_module(target))
+    with compile_only(target) as compiled:
+        for model in models:
+            for ranks in tensor_parallel:
+                before = len(compiled)
+                sizes = {"max_batch_size": max_batch_size, "tensor_parallel": ranks}
+                launch_all(preset(model), "cpu", page_size=page_size, **sizes)
+                print(f"{target}: {len(compiled) - before} kernels for {model} over {ranks} ranks")

@@ -18,6 +18,7 @@ from antiphon.kv_transfer.plan import Shard
 from antiphon.kv_transfer.rank_server import RankServer
 from antiphon.kv_transfer.step_fences import StepFences
 from antiphon.kv_transfer.transport import TransportFactory
+from antiphon.model.checkpoint.index import open_checkpoint
 from antiphon.model.parallel.commands import RankModel
 from antiphon.model.parallel.follower import FollowerLoop
 from antiphon.model.parallel.layout import ParallelLayout
@@ -94,6 +95,8 @@ def load_rank(role: Role, config: DeploymentConfig, rank: int, store: Store) -> 
 
         if config.model.dtype != "bfloat16":
             raise ConfigError(f"model.dtype {config.model.dtype}: a GPU computes in bfloat16")
+        if config.kernels.require_built:
+            require_built_kernels(path, mine, device)
         fast = load_cuda_rank(
             *(path, layout, group.communicator, store, device),
             with_unembedding=samples,
@@ -104,6 +107,19 @@ def load_rank(role: Role, config: DeploymentConfig, rank: int, store: Store) -> 
         raise
     _log.info("%s rank %d runs on %s", role, rank, fast.road)
     return fast, group
+
+
+def require_built_kernels(checkpoint: Path, mine: WorkerConfig, device: torch.device | str) -> None:
+    """Load every Triton kernel of this worker, or refuse to start.
+
+    Raises:
+        KernelLibraryError: one was not built.
+    """
+    from antiphon.model.ahead import require_built  # loads Triton
+
+    sizes = {"max_batch_size": mine.max_batch_size, "tensor_parallel": mine.tensor_parallel}
+    page_size = mine.kv_cache.page_size_tokens
+    require_built(open_checkpoint(checkpoint).config, device, page_size=page_size, **sizes)
 
 
 class LeaderFollowers:

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from antiphon.cluster.grammar_vocabulary import harmony_grammars
-from antiphon.cluster.rank_assembly import DTYPES, LeaderFollowers, lead, worker_config
+from antiphon.cluster.rank_assembly import (
+    DTYPES,
+    LeaderFollowers,
+    lead,
+    require_built_kernels,
+    worker_config,
+)
 from antiphon.configs.schema import DeploymentConfig, WorkerConfig
 from antiphon.decode_worker.worker import DecodeWorker
 from antiphon.engine.events import KvWritten, PagesReserved, PrefillStarted
@@ -109,6 +115,8 @@ def _load(role: Role, config: DeploymentConfig, mine: WorkerConfig) -> LanguageM
         raise ConfigError(f"model.dtype {config.model.dtype}: a GPU computes in bfloat16")
     from antiphon.model.cuda_transformer import load_cuda_model  # loads Triton
 
+    if config.kernels.require_built:
+        require_built_kernels(path, mine, "cuda")
     model = load_cuda_model(path, with_unembedding=samples, resident_fp8=mine.fp8_experts == "resident")
     _log.info("%s worker runs on the %s road", role, model.road)
     return model

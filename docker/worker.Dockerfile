@@ -28,7 +28,7 @@ RUN apt-get update \
 COPY --from=cuda /usr/local/cuda /usr/local/cuda
 ENV PATH=/usr/local/cuda/bin:/opt/antiphon/bin:$PATH \
     ANTIPHON_KERNEL_LIBRARY_DIR=/opt/antiphon/kernels
-RUN python docker/build_kernels.py
+RUN antiphon kernels build
 
 # hadolint ignore=DL3006
 FROM ${PYTHON_IMAGE}

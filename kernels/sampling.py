@@ -58,7 +58,7 @@ def _weights(logits, best, scale):
     return tl.exp((logits - best) * scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["inverse_temperature_ptr"])
 def _sum_blocks(
     logits_ptr,
     part_ptr,
@@ -98,7 +98,7 @@ def _just_below(total):
     return (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["inverse_temperature_ptr", "uniform_ptr", "sampled_ptr"])
 def _finish(
     logits_ptr,
     part_ptr,

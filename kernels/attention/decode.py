@@ -106,7 +106,7 @@ def _load_query(q_ptr, b, g, sm_scale_log2, HEADS: tl.constexpr, GROUP: tl.const
     return (query.to(tl.float32) * sm_scale_log2).to(query.dtype), at, rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr", "len_ptr"])
 def _decode_full(
     q_ptr,
     kv_ptr,
@@ -201,7 +201,7 @@ def _merge_splits(
     tl.store(out_ptr + row * DIM + dims, merged.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr", "len_ptr"])
 def _decode_sliding(
     q_ptr,
     kv_ptr,
