@@ -47,6 +47,17 @@ class RouterMetrics:
         self._declare_tokens()
         self._declare_placement()
         self.registry.declare_build("router")
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Series of what should not happen exist from the start: a share of failures is 0 then, and known."""
+        for endpoint in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+            for status_code in ("200", "429", "500", "503"):
+                self.requests.labels(endpoint, status_code)
+        for leg in ("prefill", "decode"):
+            self.retries.labels(leg, "worker_lost")
+        for reason in ("queue_full", "shutdown", "key_limit"):
+            self.rejections.labels(reason)
 
     def _declare_requests(self) -> None:
         counter, gauge, histogram = self.registry.counter, self.registry.gauge, self.registry.histogram

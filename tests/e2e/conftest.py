@@ -54,7 +54,7 @@ def observed(
     folder = tmp_path_factory.mktemp("observed")
     spans = SpanReceiver()
     tree = local_deployment.model_dump(mode="json")
-    tree["router"] |= {"max_in_flight_requests": 8, "max_queued_requests": 2}
+    tree["router"] |= {"max_in_flight_requests": 8, "max_queued_requests": 2, "slow_client_buffer_tokens": 64}
     tree["log"] |= {"level": "info"}
     tree["metrics"] |= {"compat": "vllm"}
     tree["tracing"] |= {"otlp_endpoint": spans.url, "sample_ratio": 0.0}
