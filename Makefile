@@ -21,7 +21,7 @@ STAMP := $(VENV)/.installed-$(SETUP_ID)
 CLIENTS_ID := $(shell { cat requirements/clients.txt; echo '$(SETUP_ID)'; } | sha256sum | cut -c1-16)
 CLIENTS_STAMP := $(VENV)/.clients-$(CLIENTS_ID)
 
-.PHONY: help setup serve check test test-gpu bench chaos docs lock clean
+.PHONY: help setup serve check test test-gpu bench chaos soak docs lock clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -66,6 +66,9 @@ bench: $(STAMP) ## Measure the deployment on this machine
 
 chaos: $(STAMP) ## Kill, stop and cut off parts of a deployment under load (SEED=, REQUESTS=)
 	$(PY) tests/chaos/chaos_run.py --requests $(or $(REQUESTS),2000) $(if $(SEED),--seed $(SEED)) $(CHAOS_ARGS)
+
+soak: $(STAMP) ## Ten thousand short requests, memory flat (REQUESTS=)
+	$(PY) tests/chaos/chaos_run.py --soak --requests $(or $(REQUESTS),10000) $(CHAOS_ARGS)
 
 docs: $(STAMP) ## Write the pages that are made from the code
 	$(PY) -m antiphon.configs.reference > docs/configuration.md.new
