@@ -4,12 +4,14 @@
 import assert from "node:assert/strict";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateText, stepCountIs, streamText, tool } from "ai";
+import { generateObject, generateText, stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
 
 const { BASE_URL: baseURL, MODEL } = process.env;
 const openai = createOpenAI({ baseURL, apiKey: "none" });
-const compatible = createOpenAICompatible({ name: "antiphon", baseURL, includeUsage: true });
+const compatible = createOpenAICompatible({
+  name: "antiphon", baseURL, includeUsage: true, supportsStructuredOutputs: true,
+});
 
 const MODELS = {
   "openai.chat": openai.chat(MODEL),
@@ -66,8 +68,24 @@ async function conversation(model) {
   assert.equal((await generateText({ model, messages, maxRetries: 0 })).text, HELLO);
 }
 
+const weather = z.object({ city: z.string(), degrees: z.number(), sky: z.enum(["clear", "cloudy"]) });
+const OSLO = { city: "Oslo", degrees: -5, sky: "clear" };
+
+async function object(model) {
+  const result = await generateObject({ model, schema: weather, prompt: "Weather?", maxRetries: 0 });
+  assert.deepEqual(result.object, OSLO);
+}
+
+async function streamedObject(model) {
+  const result = streamObject({ model, schema: weather, prompt: "Weather?", maxRetries: 0 });
+  let partial;
+  for await (partial of result.partialObjectStream);
+  assert.deepEqual(partial, OSLO);
+  assert.deepEqual(await result.object, OSLO);
+}
+
 for (const [name, model] of Object.entries(MODELS)) {
-  for (const check of [text, stream, toolLoop, streamedToolLoop, conversation]) {
+  for (const check of [text, stream, toolLoop, streamedToolLoop, conversation, object, streamedObject]) {
     await check(model);
     console.log(`ok ${name} ${check.name}`);
   }
