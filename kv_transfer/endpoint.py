@@ -266,6 +266,12 @@ class KvEndpoint:
     def _open_transport(self) -> Transport:
         name = agent_name(self._settings.worker_id, self._settings.epoch, self._shard.rank)
         transport = self._open(name)
+        for region in self._regions():
+            if region.memory == "VRAM":  # UCX works in the context of the thread that calls it
+                import torch
+
+                torch.cuda.set_device(region.device)
+                torch.cuda.synchronize()
         transport.register([span_of(region) for region in self._regions()])
         return transport
 

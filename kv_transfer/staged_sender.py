@@ -139,6 +139,7 @@ class StagedSender:
         """The peer has spread a segment."""
         staged = self._landing.pop((message.request_id, message.attempt, message.key, message.part), None)
         if staged is not None:
+            self._transfer.expect(-1)
             staged.free.append(staged.slot)
             self._ended(staged, None)
 
@@ -199,10 +200,12 @@ class StagedSender:
         copies = [Copies(self._span, rank.staging, runs)]
         landing = order.request_id, order.attempt, key, staged.part
         self._landing[landing] = staged
+        self._transfer.expect(+1)  # of the peer's word that it has spread the segment
 
         def written(outcome: WriteOutcome) -> None:
             self._own_free.append(own)
             if outcome.error is not None and self._landing.pop(landing, None) is not None:
+                self._transfer.expect(-1)
                 self._ended(staged, outcome.error)  # its slot is not used again: nobody knows what is in it
             else:
                 self._pump()
