@@ -5,6 +5,7 @@ Each rank is a process. ``--parts`` picks among
     sums        sum + residual + norm of a step's rows: one launch over peer memory against NCCL and a kernel
     agreement   argmax at every position of a prompt, and of decode steps, against the same model on one GPU
     steps       decode steps as graphs and prefill chunks of a published shape, random weights
+    engine      an engine on rank 0 whose graphs all ranks replay, against the same engine on one GPU; last
 
     python -m antiphon.benchmarks.rank_steps --ranks 2 --parts sums,agreement,steps --model gpt-oss-20b
 """
@@ -12,9 +13,11 @@ Each rank is a process. ``--parts`` picks among
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import socket
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +32,10 @@ from antiphon.benchmarks.floors import decode_floor_ms
 from antiphon.benchmarks.model_step import PAGE, random_cache, time_decode, time_prefill
 from antiphon.benchmarks.records import Layout, Record, append_records, checkout_commit, now
 from antiphon.benchmarks.timing import graph_time_us
+from antiphon.engine.events import TokensSampled
+from antiphon.engine.loop import EngineLoop
+from antiphon.engine.requests import EngineRequest, RequestKind
+from antiphon.engine.settings import EngineSettings
 from antiphon.kernels.dense.norm import add_rms_norm_
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
@@ -37,10 +44,13 @@ from antiphon.model.cuda_transformer import CudaTransformer
 from antiphon.model.forward import ForwardBatch, LanguageModel
 from antiphon.model.parallel.cuda_load import FUSED_ROWS
 from antiphon.model.parallel.cuda_transformer import CudaRankTransformer
+from antiphon.model.parallel.follower import FollowerLoop
 from antiphon.model.parallel.layout import ParallelLayout
+from antiphon.model.parallel.leader import LeaderModel
 from antiphon.model.parallel.peer_memory import FusedReduce
 from antiphon.model.parallel.rank_group import RankGroup, open_store
 from antiphon.model.parallel.sharding import shard_parameters
+from antiphon.protocol.messages import SamplingParams
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WIDTH = 2880
@@ -198,6 +208,69 @@ def steps(rank: Rank, model: str, batches: list[int], prompts: list[int], contex
         torch.cuda.empty_cache()
 
 
+def engine_texts(
+    model: LanguageModel, device: torch.device, kv_heads: int | None, batch: int, length: int
+) -> tuple[dict[str, list[int]], float]:
+    """Greedy texts of ``batch`` prompts decoded together, and the median milliseconds between two steps."""
+    settings = EngineSettings(
+        page_size_tokens=PAGE,
+        full_pages=64 * batch,
+        sliding_pages=16 * batch + 16,
+        window_tokens=model.config.sliding_window,
+        max_context_tokens=4096,
+        vocab_size=model.config.vocab_size,
+        chunk_tokens=1024,
+        max_batch_size=batch,
+        headroom_tokens=PAGE,
+        overlap=True,
+        decode_graphs=True,
+    )
+    loop = EngineLoop(model, settings, device=device, kv_dtype=torch.bfloat16, kv_heads=kv_heads)
+    generator = torch.Generator().manual_seed(4)
+    params = SamplingParams(max_tokens=length, seed=1, temperature=0.0, ignore_eos=True)
+    for index in range(batch):
+        prompt = torch.randint(0, 199_998, (100 + 37 * index,), generator=generator).tolist()
+        loop.submit(EngineRequest(f"r{index}", 1, RequestKind.COLOCATED, tuple(prompt), sampling=params))
+    texts: dict[str, list[int]] = {f"r{index}": [] for index in range(batch)}
+    at: list[float] = []
+    while loop.has_work():
+        events = [event for event in loop.step() if isinstance(event, TokensSampled)]
+        for event in events:
+            texts[event.request_id] += event.token_ids
+        if len(events) == batch:
+            at.append(time.perf_counter())
+    gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
+    return texts, statistics.median(gaps) * 1e3
+
+
+def engine(rank: Rank, model: str, batch: int = 8, length: int = 64) -> None:
+    """The same texts as one GPU's as far as near ties allow, and what a step costs with its commands."""
+    config = replace(preset(model), num_hidden_layers=4)
+    layout = rank.layouts()[0]
+    kv_heads = config.num_key_value_heads // rank.size
+    expected: dict[str, list[int]] = {}
+    if rank.rank == 0:
+        single = CudaTransformer(config, synthesize_parameters(config, 0, rank.device), rank.device)
+        expected, alone_ms = engine_texts(single, rank.device, None, batch, length)
+        rank.note("engine_step", model, Layout(), alone_ms, "ms", batch=batch, extra={"layers": 4})
+        del single
+    spread = rank_model(rank, layout, config)
+    if rank.rank:
+        pages = random_cache(spread, 64 * batch, 16 * batch + 16, kv_heads)
+        FollowerLoop(spread, pages, rank.group).run()
+        return
+    leader = LeaderModel(spread, rank.group)
+    leader.start()
+    texts, step_ms = engine_texts(leader, rank.device, kv_heads, batch, length)
+    leader.close()
+    agreeing = [
+        next((i for i, (a, b) in enumerate(zip(texts[r], expected[r], strict=True)) if a != b), length)
+        for r in expected
+    ]
+    extra = {"layers": 4, "equal_tokens_of": [sum(agreeing), batch * length]}
+    rank.note("engine_step", model, measured_layout(layout), step_ms, "ms", batch=batch, extra=extra)
+
+
 def run_rank(rank: int, options: argparse.Namespace, port: int) -> None:
     """One process."""
     mine = Rank(rank, options, port)
@@ -207,6 +280,7 @@ def run_rank(rank: int, options: argparse.Namespace, port: int) -> None:
         "sums": lambda: sums(mine),
         "agreement": lambda: agreement(mine, options.model),
         "steps": lambda: steps(mine, options.model, batches, prompts, options.context),
+        "engine": lambda: engine(mine, options.model),
     }
     for name in options.parts.split(","):
         parts[name]()

@@ -45,6 +45,7 @@ def parts(out: Path) -> tuple[Part, ...]:
         Part("sums", module("rank_steps", "--parts", "sums", "--out", str(ranks)), 60),
         Part("hand-off", module("kv_handoff", *hand_off), 60),
         Part("agreement 20b", module("rank_steps", "--parts", "agreement", "--out", str(ranks)), 90),
+        Part("engine", module("rank_steps", "--parts", "engine", "--out", str(ranks)), 90),
         Part("steps 20b", module("rank_steps", "--parts", "steps", *quick), 75),
         Part("hand-off, pages directly", module("kv_handoff", *direct), 30),
         Part("hand-off, slots of 64 MiB", module("kv_handoff", *large), 25),

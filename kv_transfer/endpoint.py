@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 DIRECT_POLL_S = 0.0003
-STAGED_POLL_S = 0.00005
+STAGED_POLL_S = 0.0001
 """A staged write passes through four hands, and each waits for the next poll."""
 
 
