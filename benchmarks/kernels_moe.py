@@ -26,7 +26,6 @@ from antiphon.kernels.moe.decode import LaunchPlan, MoeWorkspace, Routing
 from antiphon.kernels.moe.fp8_weights import Fp8Experts, Fp8Matrix, widen_matrix
 from antiphon.kernels.moe.prefill import Fp8Workspace
 from antiphon.kernels.moe.streamed import DIM, StreamedExperts
-from antiphon.kernels.moe.widen import widen_layer
 from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
 
 BYTES_PER_S = 4.8e12
@@ -259,26 +258,7 @@ def prefill_table(model: str, experts: int, layer_count: int, chunks: tuple[int,
             )
         )
     workspace = Fp8Workspace(max(chunks), experts, torch.device("cuda"))
-    rows = [prefill_point(model, layers, workspace, experts, tokens) for tokens in chunks]
-    return [*rows, widening(model, random_layer(experts, 1)[0].experts, layers[0])]
-
-
-def widening(model: str, streamed: StreamedExperts, scratch: Fp8Experts) -> Record:
-    """Time of widening one layer's streamed weights into e4m3 tiles; prints a row."""
-    time = graph_time_us([partial(widen_layer, streamed, scratch)], replays=5)
-    moved = sum(
-        t.nbytes for t in (streamed.gate_up, streamed.down, scratch.gate_up.values, scratch.down.values)
-    )
-    floor = moved / BYTES_PER_S * 1e6
-    print(f"{model:5s} widen one layer {time:8.1f} us floor {floor:7.1f} us  {floor / time:.2f}", flush=True)
-    return {
-        "bench": "kernel",
-        "kernel": "moe_widen",
-        "model": model,
-        "value": time,
-        "unit": "us",
-        "floor": floor,
-    }
+    return [prefill_point(model, layers, workspace, experts, tokens) for tokens in chunks]
 
 
 def stamped(rows: list[Record], commit: str | None) -> list[Record]:

@@ -40,8 +40,6 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "antiphon_moe_combine": (*(_POINTER,) * 3, *(_NUMBER,) * 4, _POINTER),
     # partial, ids, residual, norm, out, new_residual, eps, tokens, first_expert, experts, overlap, stream
     "antiphon_moe_combine_norm": (*(_POINTER,) * 6, _REAL, *(_NUMBER,) * 4, _POINTER),
-    # streamed, experts, row_tiles, interleaved, values, scales, inexact_tiles, stream
-    "antiphon_moe_widen": (_POINTER, *(_NUMBER,) * 3, *(_POINTER,) * 4),
     # ids, rank, counts, first_tile, tiles, tile_count, ticket, pairs, first_expert, experts, tile_rows,
     # stream
     "antiphon_moe_fp8_rank": (*(_POINTER,) * 7, *(_NUMBER,) * 4, _POINTER),

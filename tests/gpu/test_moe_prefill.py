@@ -10,8 +10,7 @@ from antiphon.benchmarks.timing import relative_error
 from antiphon.kernels import reference
 from antiphon.kernels.moe.fp8_weights import Fp8Experts, Fp8Matrix
 from antiphon.kernels.moe.prefill import Fp8Workspace, moe_fp8, route
-from antiphon.kernels.moe.streamed import DIM, StreamedExperts
-from antiphon.kernels.moe.widen import empty_layer, widen_layer
+from antiphon.kernels.moe.streamed import DIM
 from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
 
 pytestmark = [
@@ -161,29 +160,3 @@ def test_foreign_tensors_are_refused(layer: Layer) -> None:
         moe_fp8(torch.randn(4, DIM, device="cuda"), ids, weights, layer.experts, workspace)
     with pytest.raises(ValueError, match="5 tokens"):
         moe_fp8(torch.randn(5, DIM, device="cuda").bfloat16(), ids, weights, layer.experts, workspace)
-
-
-def test_widened_layer_equals_the_plain_conversion() -> None:
-    torch.manual_seed(8)
-    matrices = [
-        ExpertMatrix(
-            torch.randint(0, 256, (3, rows, 90, 16), dtype=torch.uint8, device="cuda"),
-            torch.randint(low, 121, (3, rows, 90), device="cuda").to(torch.uint8),
-        )
-        for rows, low in ((2 * DIM, 110), (DIM, 90))
-    ]
-    biases = [torch.randn(3, rows, device="cuda").bfloat16() for rows in (2 * DIM, DIM)]
-    arguments = (matrices[0], biases[0], matrices[1], biases[1])
-    expected = Fp8Experts.from_checkpoint(*arguments)
-    streamed = StreamedExperts.from_checkpoint(*arguments)
-    out = empty_layer(streamed)
-    out.gate_up.values.fill_(0x7F)
-    out.down.values.fill_(0x7F)
-    rounded = torch.zeros(1, dtype=torch.int32, device="cuda")
-    widen_layer(streamed, out, rounded)
-    assert int(rounded) == expected.gate_up.inexact_tiles + expected.down.inexact_tiles > 0
-    for found, plain in ((out.gate_up, expected.gate_up), (out.down, expected.down)):
-        assert torch.equal(found.scales, plain.scales)
-        assert torch.equal(
-            found.values.view(torch.float8_e4m3fn).float(), plain.values.view(torch.float8_e4m3fn).float()
-        )
