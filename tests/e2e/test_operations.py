@@ -1,0 +1,124 @@
+"""A deployment that is changed while it serves: pools that grow and shrink, every process restarted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from antiphon.cluster.control import AskStatus, RollAll, ScalePool
+from antiphon.cluster.deployment import Deployment, deploy
+from antiphon.cluster.operations import Operations
+from antiphon.cluster.resolution import resolve_deployment
+from antiphon.cluster.supervisor import OperationFailed
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.protocol.identity import Role
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+
+CHECK_S = 0.1
+"""Interval of the load balancer's health checks."""
+REQUEST = {
+    "model": "gpt-oss-tiny",
+    "messages": [{"role": "user", "content": "Sing while the choir changes. " + "alleluia " * 60}],
+    "temperature": 0,
+    "max_completion_tokens": 12,
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment(local_deployment: DeploymentConfig) -> AsyncIterator[Deployment]:
+    router = local_deployment.router.model_copy(update={"replicas": 2, "drain_notice_s": 3.0})
+    async with deploy(resolve_deployment(local_deployment.model_copy(update={"router": router}))) as running:
+        await running.wait_ready()
+        yield running
+
+
+class Load:
+    """Clients behind a load balancer that sends requests to routers that say they are ready."""
+
+    def __init__(self, deployment: Deployment, clients: int) -> None:
+        self._deployment = deployment
+        self._clients = clients
+        self._healthy: list[str] = []
+        self._asking = True
+        self.outcomes: Counter[str] = Counter()
+
+    async def __aenter__(self) -> Load:
+        self._http = httpx.AsyncClient(timeout=60.0, trust_env=False)
+        await self._look()
+        self._checking = asyncio.create_task(self._check())
+        self._tasks = [asyncio.create_task(self._ask(i)) for i in range(self._clients)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._asking = False
+        await asyncio.gather(*self._tasks)
+        self._checking.cancel()
+        await self._http.aclose()
+
+    async def _check(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_S)
+            await self._look()
+
+    async def _look(self) -> None:
+        urls = self._deployment.urls
+        ready = await asyncio.gather(*(self._ready(url) for url in urls))
+        self._healthy = [url for url, is_ready in zip(urls, ready, strict=True) if is_ready]
+
+    async def _ready(self, url: str) -> bool:
+        try:
+            return (await self._http.get(f"{url}/ready")).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    async def _ask(self, number: int) -> None:
+        turn = number
+        while self._asking:
+            turn += 1
+            url = self._healthy[turn % len(self._healthy)]
+            try:
+                response = await self._http.post(f"{url}/v1/chat/completions", json=REQUEST)
+                self.outcomes[str(response.status_code)] += 1
+            except httpx.TransportError as error:
+                self.outcomes[type(error).__name__] += 1
+
+
+def epochs(deployment: Deployment) -> dict[str, int]:
+    return {w.worker_id: w.epoch for w in deployment.supervisor.topology.workers}
+
+
+async def test_a_pool_grows_and_shrinks_under_load(deployment: Deployment) -> None:
+    operations = Operations(deployment.supervisor, drain_timeout_s=30.0)
+    async with Load(deployment, 2) as load:
+        answer = await operations.carry_out(ScalePool({Role.PREFILL: 2}))
+        assert {m.worker_id for m in answer.members if m.ready} >= {"prefill-0", "prefill-1"}
+        await operations.carry_out(ScalePool({Role.PREFILL: 1}))
+    assert "prefill-1" not in epochs(deployment)
+    assert set(load.outcomes) == {"200"}, load.outcomes
+    with pytest.raises(OperationFailed, match="router: the pools are"):
+        await operations.carry_out(ScalePool({"router": 3}))
+
+
+async def test_every_process_is_restarted_under_load_without_a_failed_request(
+    deployment: Deployment,
+) -> None:
+    operations = Operations(deployment.supervisor, drain_timeout_s=30.0)
+    before = epochs(deployment)
+    async with Load(deployment, 2) as load:
+        await operations.carry_out(RollAll())
+    after = epochs(deployment)
+    assert set(after) == set(before)
+    assert not set(after.values()) & set(before.values())
+    assert set(load.outcomes) == {"200"}, load.outcomes
+    async with asyncio.timeout(30):  # what the supervisor knows is as old as its last question
+        while True:
+            members = (await operations.carry_out(AskStatus())).members
+            if all(member.ready and not member.pages_held and not member.requests for member in members):
+                break
+            await asyncio.sleep(0.1)
