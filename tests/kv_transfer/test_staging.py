@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -99,6 +100,26 @@ def test_segments_cover_every_head_of_every_page_once(
         assert set(seen.values()) <= {1}
         heads = len(layouts["full"].heads(target))
         assert len(seen) == heads * (full * 5 + sliding * 4)
+
+
+@pytest.mark.parametrize(
+    ("source_ranks", "target_ranks", "median"),
+    [(1, 1, 4e6), (1, 2, 4e6), (4, 1, 4e6), (2, 4, 4e6), (8, 1, 2e6)],
+)
+def test_a_prompt_of_8k_moves_in_descriptors_of_megabytes(
+    source_ranks: int, target_ranks: int, median: float
+) -> None:
+    head_bytes = 2 * 64 * 64 * 2
+    layouts = {"full": GroupLayout(12, 8, head_bytes), "sliding": GroupLayout(12, 8, head_bytes)}
+    sizes = []
+    for source_rank, target_rank in itertools.product(range(source_ranks), range(target_ranks)):
+        share = share_of(layouts["full"], Shard(source_ranks, source_rank), Shard(target_ranks, target_rank))
+        for group in range(4) if share is not None else ():
+            wanted = order([(page, page) for page in range(128)], [(126, 0), (127, 1)], group)
+            room = share_bytes(32 * 2**20, share)
+            sizes += [segment.size_bytes for segment in segments_of(wanted, layouts, 4, share, room)]
+    assert sum(sizes) == 130 * 12 * 8 * head_bytes
+    assert statistics.median(sizes) >= median
 
 
 def test_shares_of_a_slot_do_not_overlap() -> None:
