@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,10 @@ from antiphon.cluster.eval_client import EvaluationClient, EvaluationFailed, Ser
 from antiphon.demo.dataset import held_out_examples
 from antiphon.demo.dialogue import Effort
 from antiphon.demo.evaluate import EFFORT_SKILLS, Score, Verdict, table
+from antiphon.demo.harmony import ENCODINGS_VARIABLE, encoding
 from antiphon.demo.mixture import depends_on_date
 from antiphon.demo.questions import Question, question_of
+from antiphon.router.harmony.vocabulary import ranks_path
 
 SEED = 1
 """Of the built-in questions."""
@@ -22,8 +25,22 @@ SEED = 1
 
 def built_in_questions(per_skill: int, skills: Sequence[str]) -> list[Question]:
     """Held-out questions of gpt-oss-tiny's skills, without those whose answer needs a date of their own."""
+    _load_encoding()
     examples = held_out_examples(SEED, per_skill, tuple(skills))
     return [question_of(example) for example in examples if not depends_on_date(example)]
+
+
+def _load_encoding() -> None:
+    """Point the library's loader at the vocabulary that the package ships; it has no other way to be told."""
+    before = os.environ.get(ENCODINGS_VARIABLE)
+    os.environ[ENCODINGS_VARIABLE] = str(ranks_path().parent)
+    try:
+        encoding()  # kept by the module
+    finally:
+        if before is None:
+            del os.environ[ENCODINGS_VARIABLE]
+        else:
+            os.environ[ENCODINGS_VARIABLE] = before
 
 
 async def effort_line(client: EvaluationClient, questions: Sequence[Question]) -> Score:

@@ -48,7 +48,7 @@ class ExampleSource:
     """Training examples, row by row: those of a row share effort, date and whether functions are offered."""
 
     def __init__(self, rng: Random, vocabulary: Vocabulary) -> None:
-        self._rng, self._vocabulary, self._row_of = rng, vocabulary, _row_table()
+        self._rng, self._vocabulary = rng, vocabulary
         self._waiting: dict[bool, list[Example]] = {True: [], False: []}
 
     def first(self, with_tools: bool) -> Example:
@@ -78,11 +78,12 @@ class ExampleSource:
             if bool(example.tools) == with_tools:
                 return example
 
-    def rendered(self, example: Example) -> Rendered | None:
-        """Its tokens, or None when the reply has one that is not kept."""
-        rendered = render(example)
-        reply = self._row_of[rendered.token_ids[rendered.prompt_tokens :]]
-        return None if (reply == self._vocabulary.unseen).any() else rendered
+
+def spellable(example: Example) -> Rendered | None:
+    """Its tokens, or None when the reply has one that is not kept: the model has no row to write it with."""
+    rendered = render(example)
+    reply = _row_table()[rendered.token_ids[rendered.prompt_tokens :]]
+    return None if (reply == load_vocabulary().unseen).any() else rendered
 
 
 def make_shard(seed: int, index: int, rows: int, row_tokens: int) -> Shard:
@@ -110,7 +111,7 @@ def _fill_row(shard: Shard, row: int, source: ExampleSource, with_tools: bool) -
     shard.inputs[row, :used] = _row_table()[list(opening)]
     shard.positions[row, :used] = np.arange(used)
     while misfits < 3:
-        rendered = source.rendered(example)
+        rendered = spellable(example)
         if rendered is not None:
             ids = _row_table()[rendered.token_ids[len(opening) :]]
             end = used + len(ids) - 1
@@ -131,13 +132,17 @@ def _fill_row(shard: Shard, row: int, source: ExampleSource, with_tools: bool) -
 
 
 def held_out_examples(seed: int, per_skill: int, skills: tuple[str, ...] = tuple(SKILLS)) -> list[Example]:
-    """Questions of the held-out split, ``per_skill`` of each skill."""
-    vocabulary = load_vocabulary()
+    """Questions of the held-out split, ``per_skill`` of each skill, whose answers the model can spell."""
     return [
-        make_example(Random(f"held out {seed} {skill} {i}"), Split.HELD_OUT, vocabulary.words, skill)
-        for skill in skills
-        for i in range(per_skill)
+        _held_out(Random(f"held out {seed} {skill} {i}"), skill) for skill in skills for i in range(per_skill)
     ]
+
+
+def _held_out(rng: Random, skill: str) -> Example:
+    while True:
+        example = make_example(rng, Split.HELD_OUT, load_vocabulary().words, skill)
+        if spellable(example) is not None:
+            return example
 
 
 def shard_stream(seed: int, rows: int, row_tokens: int, workers: int, count: int) -> Iterator[Shard]:

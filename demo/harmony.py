@@ -14,6 +14,7 @@ import openai_harmony as oh
 
 from antiphon.demo.dialogue import AssistantTurn, Example, Tool, ToolCall, ToolTurn, Turn, UserTurn
 
+ENCODINGS_VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
 START, END, RETURN, CALL = 200_006, 200_007, 200_002, 200_012
 FULL_VOCABULARY = 201_088
 

@@ -84,11 +84,40 @@ def _named(block: Block, layer: int) -> Iterator[tuple[str, Tensor | tuple[Tenso
     yield f"{mlp}.mlp2_bias", experts.down_bias
 
 
-@torch.no_grad()
 def load_weights(model: TinyGptOss, weights: Weights) -> None:
     """Fill the trainable model with weights as they ship, and freeze it."""
     model.requires_grad_(False)
-    model.embedding.copy_(weights["embedding.weight"])
+    copy_weights(model, weights, torch.arange(len(model.embedding)))
+
+
+def start_from(model: TinyGptOss, packed: PackedModel, token_ids: Sequence[int]) -> int:
+    """Fill a model that is to be trained further with a packed one's weights.
+
+    Args:
+        model: of the packed model's shape; may keep other vocabulary rows.
+        packed: where the weights come from.
+        token_ids: the rows that ``model`` keeps; those that ``packed`` has not stay as they are.
+
+    Returns:
+        how many rows both keep.
+
+    Raises:
+        CheckpointError: the packed model has another shape, or rows that ``model`` has not.
+    """
+    if packed.config != model.config:
+        raise CheckpointError(f"a packed model of another shape: {packed.config}")
+    row_of = {token: row for row, token in enumerate(token_ids)}
+    lost = [token for token in packed.token_ids if token not in row_of]
+    if lost:
+        raise CheckpointError(f"{len(lost)} tokens of the packed model are not kept, the first is {lost[0]}")
+    copy_weights(model, packed.weights, torch.tensor([row_of[token] for token in packed.token_ids]))
+    return len(packed.token_ids)
+
+
+@torch.no_grad()
+def copy_weights(model: TinyGptOss, weights: Weights, rows: Tensor) -> None:
+    """Overwrite every parameter; row i of the packed embedding goes to row ``rows[i]``."""
+    model.embedding[rows.to(model.embedding.device)] = weights["embedding.weight"].to(model.embedding)
     model.unseen_input.copy_(weights[UNSEEN_INPUT])
     model.unseen_output.copy_(weights[UNSEEN_OUTPUT])
     model.norm.copy_(weights["norm.scale"])

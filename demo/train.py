@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import math
 import time
@@ -21,6 +22,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from antiphon.demo.dataset import IGNORED, Shard, shard_stream
 from antiphon.demo.network import Packing, TinyGptOss, placement
 from antiphon.demo.optimizer import Optimizer, schedule
+from antiphon.demo.packed import load_weights, read_packed, shipped_weights, start_from, write_packed
 from antiphon.demo.shape import TINY
 from antiphon.demo.vocabulary import load_vocabulary
 from antiphon.model.config import GptOssConfig
@@ -48,6 +50,8 @@ class Settings:
     """Training ends by then: a machine too slow for ``steps`` runs through the schedule by time instead."""
     score_per_skill: int = 100
     config: GptOssConfig = TINY
+    init: Path | None = None
+    """A packed model to go on from, with a schedule of its own; None: from random weights."""
 
 
 SMOKE = {
@@ -232,16 +236,18 @@ def plot(record: Record, path: Path) -> None:
 
 
 def build_model(settings: Settings) -> TinyGptOss:
-    """The model with its initial weights, a function of the seed alone."""
+    """The model with its initial weights: a function of the seed, and of the packed model to go on from."""
     torch.manual_seed(settings.seed)
     vocabulary = load_vocabulary()
     model = TinyGptOss(settings.config, vocabulary.unseen, vocabulary.unseen_tokens)
+    if settings.init is not None:
+        known = start_from(model, read_packed(settings.init), vocabulary.token_ids)
+        tqdm.write(f"going on from {settings.init}: {known} of {vocabulary.unseen} rows known")
     return model.to(settings.device)
 
 
 def run(settings: Settings) -> dict[str, object]:
     """Train, pack, score; returns the metrics that are also written to ``metrics.json``."""
-    from antiphon.demo.packed import load_weights, shipped_weights, write_packed
     from antiphon.demo.score import score_model
 
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -262,6 +268,7 @@ def run(settings: Settings) -> dict[str, object]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "losses": record.losses,
         "seed": settings.seed,
+        "init": settings.init and hashlib.sha256(settings.init.read_bytes()).hexdigest(),
         "torch": torch.__version__,
     }
     (settings.out / "metrics.json").write_text(json.dumps(metrics))
@@ -281,6 +288,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--smoke", action="store_true", help="a few steps of a smaller model on the CPU")
     for name, kind in (
+        ("init", Path),
         ("steps", int),
         ("rows", int),
         ("seed", int),
@@ -296,6 +304,8 @@ def main() -> None:
     smoke = chosen.pop("smoke")
     given = {name: value for name, value in chosen.items() if value is not None}
     settings = Settings(**{**(SMOKE if smoke else {}), **given})
+    if settings.init is not None:
+        settings = dataclasses.replace(settings, config=read_packed(settings.init).config)
     run(settings)
 
 

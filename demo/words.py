@@ -1,4 +1,4 @@
-"""Words for copying, names of people and invented places, all made of tokens that the model keeps."""
+"""Words for copying, names of people and places, most of them made of tokens that the model keeps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class WordSource:
     """The words that examples are made of.
 
     Attributes:
-        vocabulary: words that are single tokens after a space, most frequent first, and whose other spellings
-            (without the space, capitalised) consist of kept tokens too.
-        pieces: the texts of kept tokens that are letters alone, most of them parts of words.
+        vocabulary: words that are single tokens after a space, most frequent first.
+        pieces: the letters of kept tokens, most of them parts of words.
     """
 
     vocabulary: tuple[str, ...]

@@ -188,3 +188,10 @@ def test_held_out_examples_are_the_same_every_time() -> None:
     assert held_out_examples(1, 3) == held_out_examples(1, 3)
     efforts = {dataclasses.replace(e).effort for e in held_out_examples(1, 20, ("facts",))}
     assert efforts == set(Effort)
+
+
+def test_held_out_answers_can_be_spelt_with_the_rows_that_the_model_keeps() -> None:
+    kept = set(load_vocabulary().token_ids)
+    for example in held_out_examples(2, 30, ("copying", "spelling", "tools", "multi_turn")):
+        rendered = harmony.render(example)
+        assert kept.issuperset(rendered.token_ids[rendered.prompt_tokens :])
