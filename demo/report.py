@@ -59,14 +59,15 @@ def _figures(metrics: dict[str, Any]) -> str:
         cells.append(f"{TARGETS[name]:.1%}" if name in TARGETS else "")
         lines.append(f"| {' | '.join(cells)} |")
     rows = len(load_vocabulary().token_ids)
-    run = (
-        f"{metrics['steps']:,} steps, {metrics['tokens'] / 1e6:,.0f} million tokens in "
-        f"{metrics['seconds']:.0f} s on one H200, seed {metrics['seed']}, torch {metrics['torch']}. "
-        f"{metrics['parameters'] / 1e6:.1f} million trained parameters: {TINY.num_hidden_layers} layers of "
-        f"{TINY.num_experts} experts, hidden size {TINY.hidden_size}, and {rows:,} of {FULL_VOCABULARY:,} vocabulary rows. Packed: "
-        f"{PACKED_FILE.stat().st_size / 1e6:.1f} MB."
-    )
-    return "\n".join([*lines, "", *_wrapped(run), "", ""])
+    run = [
+        f"{metrics['steps']:,} steps, {metrics['tokens'] / 1e6:,.0f} million tokens in",
+        f"{metrics['seconds']:.0f} s on one H200, seed {metrics['seed']}, torch {metrics['torch']}.",
+        f"{metrics['parameters'] / 1e6:.1f} million trained parameters: {TINY.num_hidden_layers} layers of",
+        f"{TINY.num_experts} experts, hidden size {TINY.hidden_size},",
+        f"and {rows:,} of {FULL_VOCABULARY:,} vocabulary rows.",
+        f"Packed: {PACKED_FILE.stat().st_size / 1e6:.1f} MB.",
+    ]
+    return "\n".join([*lines, "", *_wrapped(" ".join(run)), "", ""])
 
 
 def _share(score: list[int]) -> str:
