@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.e2e
 
 def namespaces_allowed() -> bool:
     """Whether this machine lets us make network namespaces, as root or in a user namespace."""
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        return False
     options = ["--net"] if os.geteuid() == 0 else ["--net", "--user", "--map-root-user"]
     tried = subprocess.run(["unshare", *options, "true"], check=False, capture_output=True)
     return tried.returncode == 0
