@@ -14,7 +14,7 @@ from antiphon.kernels.moe.decode import TOKEN_TILES, max_tiles
 from antiphon.kernels.moe.streamed import DIM, StreamedExperts
 from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
 
-EXPERTS, BLOCKS, EPS = 5, 3, 1e-5
+EXPERTS, BLOCKS, EPS = 5, 2, 1e-5
 SOURCES = ["mxfp4_stream.cu", "routing.cu", "combine.cu", "split_tokens.cu"]
 
 

@@ -19,29 +19,57 @@
 namespace antiphon::stream {
 namespace {
 
-// The items of this block in each projection: runs of neighbours, so that it changes its token tile rarely. The runs
-// of the second even out what rounding left unequal in the first. Blocks are left idle where the others would not get
-// more work for it: the last items of a few would otherwise be waited for by all.
+// The items of this block: runs of neighbours, so that it changes its token tile rarely. With HALVES the first
+// projection of half of the token tiles comes before that of the others, and so does the second: what a block then
+// reads was made by all blocks well before, and nobody waits.
 struct Work {
   int first, count;
 };
+template <bool HALVES>
 struct Schedule {
-  Work gate_up, down;
+  static constexpr int kParts = HALVES ? 2 : 1;
+  Work gate_up[kParts], down[kParts];
+  int items = 0;
 };
 
 __device__ __forceinline__ int share(long long items, int block, int blocks) {
   return static_cast<int>(items * block / blocks);
 }
 
-__device__ __forceinline__ Schedule schedule(const Arguments& a, int tiles) {
-  const int all = tiles * a.gate_up.row_tiles, down = tiles * a.down.row_tiles, block = blockIdx.x;
-  if (all == 0) return {{0, 0}, {0, 0}};
-  const int grid = gridDim.x, most = (all + down + grid - 1) / grid, blocks = (all + down + most - 1) / most;
-  if (block >= blocks) return {{0, 0}, {0, 0}};
-  const int first = share(all, block, blocks), end = share(all, block + 1, blocks);
-  const int down_first = min(max(share(all + down, block, blocks) - first, 0), down);
-  const int down_end = block + 1 == blocks ? down : min(max(share(all + down, block + 1, blocks) - end, 0), down);
-  return {{first, end - first}, {down_first, max(down_end - down_first, 0)}};
+// This block's run of `items` items from `first` on, behind `before` others that were dealt out. Ends of runs are
+// differences of rounded shares of sums, so that no block gets more than one item above the mean in all. A part with
+// fewer items than blocks may deal an item out twice: the second projection's parts may, since its results are the same.
+__device__ __forceinline__ Work deal(int first, int items, int before, int block, int blocks) {
+  const int begin = share(before + items, block, blocks) - share(before, block, blocks);
+  const int end = share(before + items, block + 1, blocks) - share(before, block + 1, blocks);
+  return {first + begin, max(end - begin, 0)};
+}
+
+// Blocks are left idle where the others would not get more work for it: the last items of a few would otherwise be
+// waited for by all.
+template <bool HALVES>
+__device__ __forceinline__ Schedule<HALVES> schedule(const Arguments& a, int tiles) {
+  Schedule<HALVES> plan = {};
+  const int rows[2] = {a.gate_up.row_tiles, a.down.row_tiles};
+  const int all = tiles * (rows[0] + rows[1]), grid = gridDim.x, block = blockIdx.x;
+  const int most = (all + grid - 1) / grid, blocks = most > 0 ? (all + most - 1) / most : 0;
+  if (block >= blocks) return plan;
+  // No item of the first projection may be dealt out twice: its tiles would be counted as finished too early.
+  const int half = HALVES && (tiles - tiles / 2) * rows[0] >= blocks ? tiles / 2 : 0;
+  int before = 0;
+#pragma unroll
+  for (int projection = 0; projection < 2; ++projection) {
+#pragma unroll
+    for (int part = 0; part < Schedule<HALVES>::kParts; ++part) {
+      const int first = part == 0 && HALVES ? 0 : half, end = part == 0 && HALVES ? half : tiles;
+      const int items = (end - first) * rows[projection];
+      const Work work = deal(first * rows[projection], items, before, block, blocks);
+      (projection == 0 ? plan.gate_up : plan.down)[part] = work;
+      plan.items += work.count;
+      before += items;
+    }
+  }
+  return plan;
 }
 
 // Two registers of four e4m3 bytes out of eight packed FP4 codes. Per byte, bits 7 4 3 2 are sign, exponent
@@ -115,30 +143,31 @@ __device__ __forceinline__ void stream_weights(const Projection& p, const Work& 
   }
 }
 
-template <int TOKENS>
-__device__ __forceinline__ void provide_activations(const Arguments& a, const Schedule& work, const TokenTile* tiles,
-                                                    TileBuffers<TOKENS> buffers, int warp, int lane) {
+// The activations of a run of items, tile by tile.
+template <int TOKENS, bool GATED>
+__device__ __forceinline__ void provide_activations(const Arguments& a, const Work& work, const TokenTile* tiles,
+                                                    TileBuffers<TOKENS>& buffers, int warp, int lane) {
+  const int row_tiles = GATED ? a.gate_up.row_tiles : a.down.row_tiles;
   int loaded = -1;
-  for (int i = 0; i < work.gate_up.count; ++i) {
-    const int tile = (work.gate_up.first + i) / a.gate_up.row_tiles;
-    if (tile != loaded) buffers.gather(a, tiles[tile], warp, lane);
+  for (int i = 0; i < work.count; ++i) {
+    const int tile = (work.first + i) / row_tiles;
+    if (tile == loaded) continue;
     loaded = tile;
-  }
-  loaded = -1;
-  for (int i = 0; i < work.down.count; ++i) {
-    const int tile = (work.down.first + i) / a.down.row_tiles;
-    if (tile != loaded) buffers.fetch(a, tile, warp, lane);
-    loaded = tile;
+    if constexpr (GATED) {
+      buffers.gather(a, tiles[tile], warp, lane);
+    } else {
+      buffers.fetch(a, tile, warp, lane);
+    }
   }
 }
 
-// Where a consumer is in the block's pipelines; goes on from the first projection to the second.
+// Where a consumer is in the block's pipelines; goes on from one run of items to the next.
 template <int TOKENS>
 struct Position {
   Ring<TOKENS> ring;
   TileBuffers<TOKENS> buffers;
   int done;   // items
-  int items;  // of both projections
+  int items;  // in all
 };
 
 template <int TOKENS, bool GATED>
@@ -220,22 +249,33 @@ __global__ void __launch_bounds__(Geometry<TOKENS>::kThreads, 1)
   if (threadIdx.x == 0) tile_count = *a.tile_count;
   for (int i = threadIdx.x; i < a.max_tiles; i += G::kThreads) tiles[i] = TokenTile::of(a.tiles[i]);
   __syncthreads();
-  const Schedule work = schedule(a, tile_count);
+  // Where two token tiles fit in shared memory, more changes between them cost nothing.
+  using Plan = Schedule<(G::kBuffers > 1)>;
+  const Plan work = schedule<(G::kBuffers > 1)>(a, tile_count);
   Ring<TOKENS> ring = {shared_address(shared), shared_address(full), shared_address(empty)};
-  const TileBuffers<TOKENS> buffers = {shared_address(activations), shared_address(tile_full), shared_address(tile_empty)};
+  TileBuffers<TOKENS> buffers = {shared_address(activations), shared_address(tile_full), shared_address(tile_empty)};
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);  // uniform, and known to be
   const int lane = threadIdx.x % 32, helper = static_cast<int>(threadIdx.x / 32) - G::kConsumers / 32;
   if (group < G::kGroups) {
-    Position<TOKENS> at = {ring, buffers, 0, work.gate_up.count + work.down.count};
-    consume<TOKENS, true>(a, work.gate_up, tiles, shared, at, reduce, group);
-    consume<TOKENS, false>(a, work.down, tiles, shared, at, reduce, group);
+    Position<TOKENS> at = {ring, buffers, 0, work.items};
+#pragma unroll 1
+    for (int part = 0; part < Plan::kParts; ++part) consume<TOKENS, true>(a, work.gate_up[part], tiles, shared, at, reduce, group);
+#pragma unroll 1
+    for (int part = 0; part < Plan::kParts; ++part) consume<TOKENS, false>(a, work.down[part], tiles, shared, at, reduce, group);
   } else if (helper == 0) {
     if (lane != 0) return;
     grid_dependency_trigger();
-    stream_weights<TOKENS>(a.gate_up, work.gate_up, tiles, ring);
-    stream_weights<TOKENS>(a.down, work.down, tiles, ring);
+#pragma unroll 1
+    for (int part = 0; part < Plan::kParts; ++part) stream_weights<TOKENS>(a.gate_up, work.gate_up[part], tiles, ring);
+#pragma unroll 1
+    for (int part = 0; part < Plan::kParts; ++part) stream_weights<TOKENS>(a.down, work.down[part], tiles, ring);
   } else {
-    provide_activations<TOKENS>(a, work, tiles, buffers, helper - 1, lane);
+#pragma unroll 1
+    for (int part = 0; part < Plan::kParts; ++part)
+      provide_activations<TOKENS, true>(a, work.gate_up[part], tiles, buffers, helper - 1, lane);
+#pragma unroll 1
+    for (int part = 0; part < Plan::kParts; ++part)
+      provide_activations<TOKENS, false>(a, work.down[part], tiles, buffers, helper - 1, lane);
   }
 }
 

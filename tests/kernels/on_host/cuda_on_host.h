@@ -6,6 +6,7 @@
 // proxies, and everything about time.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -40,7 +41,9 @@
 namespace antiphon::on_host {
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t beginning;
+  jmp_buf place;  // where it goes on: unlike a context, it is left and entered without a system call
+  bool begun = false;
   std::unique_ptr<char[]> stack;
   uint3 index;
   bool over = false;
@@ -68,7 +71,7 @@ struct Block {
   NamedBarrier barriers[16];
   std::vector<std::function<void()>> copies;  // bulk copies under way
   std::mt19937 random;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   int current = 0, alive = 0;
   dim3 grid, shape;
   uint3 place;
@@ -79,7 +82,15 @@ inline thread_local Block* block = nullptr;
 alignas(1024) inline thread_local uint8_t dynamic_shared[232448];
 
 inline Fiber& fiber() { return block->fibers[block->current]; }
-inline void yield() { swapcontext(&fiber().context, &block->scheduler); }
+inline void yield() {
+  if (_setjmp(fiber().place) == 0) _longjmp(block->scheduler, 1);
+}
+inline void resume(Fiber& f) {
+  if (_setjmp(block->scheduler) != 0) return;
+  if (f.begun) _longjmp(f.place, 1);
+  f.begun = true;
+  setcontext(&f.beginning);
+}
 
 // Spins for whatever another fiber, or another block, will do. A wait without end is a deadlock of the kernel.
 template <typename Condition>
@@ -98,7 +109,7 @@ inline void run_fiber() {
   (*block->kernel)();
   fiber().over = true;
   --block->alive;
-  swapcontext(&fiber().context, &block->scheduler);
+  _longjmp(block->scheduler, 1);
 }
 
 inline void run_block(const std::function<void()>& kernel, dim3 grid, dim3 shape, uint3 place) {
@@ -119,11 +130,11 @@ inline void run_block(const std::function<void()>& kernel, dim3 grid, dim3 shape
     Fiber& f = here.fibers[i];
     f.index = {static_cast<unsigned>(i), 0, 0};
     f.stack.reset(new char[kStack]);
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.get();
-    f.context.uc_stack.ss_size = kStack;
-    f.context.uc_link = nullptr;
-    makecontext(&f.context, run_fiber, 0);
+    getcontext(&f.beginning);
+    f.beginning.uc_stack.ss_sp = f.stack.get();
+    f.beginning.uc_stack.ss_size = kStack;
+    f.beginning.uc_link = nullptr;
+    makecontext(&f.beginning, run_fiber, 0);
     ++here.warps[i / 32].lanes;
   }
   while (here.alive > 0) {
@@ -138,7 +149,7 @@ inline void run_block(const std::function<void()>& kernel, dim3 grid, dim3 shape
     }
     for (int i = 0; i < threads; ++i) {
       here.current = i;
-      if (!here.fibers[i].over) swapcontext(&here.scheduler, &here.fibers[i].context);
+      if (!here.fibers[i].over) resume(here.fibers[i]);
     }
   }
   block = nullptr;
