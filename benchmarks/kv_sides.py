@@ -1,0 +1,265 @@
+"""The two processes of a hand-off: pages, endpoints and a raw agent on either side."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+
+from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.engine.kv_staging import make_staging
+from antiphon.kv_transfer.endpoint import EndpointSettings, KvEndpoint
+from antiphon.kv_transfer.nixl_transport import NixlTransport
+from antiphon.kv_transfer.plan import Shard
+from antiphon.kv_transfer.ranks import PeerLife
+from antiphon.kv_transfer.staging import SlotRange
+from antiphon.kv_transfer.step_fences import StepFences
+from antiphon.kv_transfer.transport import Copies, Memory, WriteState
+from antiphon.model.config import GptOssConfig, preset
+from antiphon.protocol.messages import RankMemory
+from antiphon.protocol.rank_messages import ShipOrder, StepMark
+
+PAGE = 64
+MIB = 2**20
+SENDER, RECEIVER = PeerLife("prefill", 1), PeerLife("decode", 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured; the same in both processes."""
+
+    model: str
+    device: str
+    tokens: tuple[int, ...]
+    chunk_tokens: int
+    layer_groups: int
+    slots: int
+    slot_mib: int
+    repeats: int
+
+    @property
+    def config(self) -> GptOssConfig:
+        """The model's shape."""
+        return preset(self.model)
+
+    @property
+    def pages(self) -> int:
+        """Pages of the longest prompt."""
+        return -(-max(self.tokens) // PAGE)
+
+    def device_of(self, side: int) -> torch.device:
+        """Sender 0, receiver 1: on two GPUs, or both on the CPU."""
+        return torch.device("cpu") if self.device == "cpu" else torch.device("cuda", side)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One hand-off."""
+
+    tokens: int
+    total_bytes: int
+    seconds: float
+    descriptors: int
+    median_descriptor_bytes: int
+    tail_ms: float
+    """From the moment at which the last layer group was computed."""
+
+
+def make_endpoint(
+    plan: Plan, side: int, life: PeerLife, fences: StepFences
+) -> tuple[PagedKvCache, KvEndpoint]:
+    """Pages full of random bytes, and their endpoint."""
+    device = plan.device_of(side)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    sliding = min(plan.pages, 64)
+    cache = PagedKvCache(
+        plan.config,
+        full_pages=plan.pages,
+        sliding_pages=sliding,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    settings = EndpointSettings(
+        *(life.worker_id, life.epoch, cache.fingerprint(plan.model, "")),
+        layer_groups=plan.layer_groups,
+        write_timeout_s=60.0,
+    )
+    endpoint = KvEndpoint(
+        *(settings, Shard(1, 0), cache, fences),
+        staging=make_staging(cache, plan.slots, plan.slot_mib),
+        on_notification=lambda sender, payload: None,
+        on_landed=lambda sender, payload: None,
+        on_failure=_fail,
+    )
+    return cache, endpoint
+
+
+def receive(pipe: Connection, plan: Plan) -> None:
+    """The receiving process: own the destination until told to end."""
+    cache, endpoint = make_endpoint(plan, 1, RECEIVER, StepFences())
+    memory = endpoint.start()
+    endpoint.expect(1)  # polls as a worker does that waits for KV
+    target = torch.zeros(2 * raw_bytes(plan), dtype=torch.uint8, device=cache.device)
+    raw = NixlTransport("raw/receiver")
+    span = _span(target)
+    raw.register([span])
+    pipe.send((memory, raw.metadata(), span))
+    sender: RankMemory = pipe.recv()
+    endpoint.connect(SENDER, 1, [sender]).result()
+    pipe.send("connected")
+    while not pipe.poll(0.0005):
+        raw.notifications()
+    while (asked := pipe.recv()) != "end":
+        pipe.send([cache.read_page(group, page) for group, page in asked])
+    endpoint.stop()
+    raw.close()
+
+
+class Sender:
+    """The sending process's end of everything."""
+
+    def __init__(self, plan: Plan, pipe: Connection) -> None:
+        self.plan, self._pipe = plan, pipe
+        self._fences = StepFences()
+        self._step = 0
+        self.cache, self._endpoint = make_endpoint(plan, 0, SENDER, self._fences)
+        for group in ("full", "sliding"):
+            for page in range(0, self.cache.memory(group).shape[0], 256):
+                self.cache.memory(group)[page : page + 256].normal_()
+        mine = self._endpoint.start()
+        self._theirs, metadata, self._raw_target = pipe.recv()
+        pipe.send(mine)
+        slots = SlotRange(0, plan.slots) if plan.slots else None
+        self._endpoint.connect(RECEIVER, 1, [self._theirs], slots).result()
+        if pipe.recv() != "connected":
+            raise RuntimeError("the receiver did not connect")
+        self._source = torch.ones(2 * raw_bytes(plan), dtype=torch.uint8, device=self.cache.device)
+        self._raw = NixlTransport("raw/sender")
+        self._raw.register([_span(self._source)])
+        self._peer = self._raw.connect(metadata)
+        generator = np.random.default_rng(5)
+        self._target_pages = {
+            "full": generator.permutation(plan.pages).tolist(),
+            "sliding": generator.permutation(min(plan.pages, 64)).tolist(),
+        }
+
+    def nixl_rate(self, total: int, descriptor: int) -> float:
+        """Bytes per second of one write, in descriptors that are neighbours on neither side."""
+        start = np.arange(max(1, total // descriptor), dtype=np.int64) * descriptor * 2
+        runs = np.stack((start, start, np.full_like(start, min(descriptor, total))), axis=1)
+        span, seconds = _span(self._source), []
+        for _ in range(self.plan.repeats + 1):
+            begin = time.perf_counter()
+            write = self._raw.post_write(self._peer, [Copies(span, self._raw_target, runs)], b"")
+            while (state := self._raw.state(write)) is WriteState.IN_PROGRESS:
+                pass
+            seconds.append(time.perf_counter() - begin)
+            self._raw.release(write)
+            if state is not WriteState.DONE:
+                raise RuntimeError(f"a write ended as {state}")
+        return float(runs[:, 2].sum() / statistics.median(seconds[1:]))
+
+    def orders(self, tokens: int) -> list[tuple[StepMark, ShipOrder]]:
+        """What a prefill of so many tokens orders: each chunk's layer groups, sliding pages with the last."""
+        plan, found = self.plan, []
+        chunks = -(-tokens // plan.chunk_tokens)
+        for chunk in range(chunks):
+            begin, end = chunk * plan.chunk_tokens, min(tokens, (chunk + 1) * plan.chunk_tokens)
+            pages = range(begin // PAGE, -(-end // PAGE))
+            full = tuple((page, self._target_pages["full"][page]) for page in pages)
+            window = range(max(0, -(-tokens // PAGE) - 3), -(-tokens // PAGE)) if chunk + 1 == chunks else ()
+            sliding = tuple(
+                (page % 64, self._target_pages["sliding"][page % len(self._target_pages["sliding"])])
+                for page in window
+            )
+            self._step += 1
+            for group in range(plan.layer_groups):
+                mark = StepMark(self._step, group)
+                found.append(
+                    (mark, ShipOrder(f"r{self._step}", 1, RECEIVER.epoch, chunk, group, full, sliding, mark))
+                )
+        return found
+
+    def hand_off(self, tokens: int, compute_s: float) -> Outcome:
+        """Ship a prompt whose layer groups become ready over ``compute_s``; 0: all at once."""
+        orders = self.orders(tokens)
+        before = self.descriptors
+        begin = time.perf_counter()
+        if not compute_s:
+            for mark, _ in orders:
+                self._fences.record(mark, None)
+        shipped = [self._endpoint.ship(RECEIVER, order) for _, order in orders]
+        if compute_s:
+            for index, (mark, _) in enumerate(orders):
+                time.sleep(max(0.0, begin + compute_s * (index + 1) / len(orders) - time.perf_counter()))
+                self._fences.record(mark, None)
+        ready = time.perf_counter() if compute_s else begin
+        sizes = [each.result(120).size_bytes for each in shipped]
+        end = time.perf_counter()
+        moved = self.descriptors[len(before) :]
+        return Outcome(
+            *(tokens, sum(sizes), end - begin, len(moved), int(statistics.median(moved))),
+            tail_ms=(end - ready) * 1e3,
+        )
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Lengths of all descriptors written so far through the endpoint."""
+        return list(_seen_descriptors)
+
+    def check(self, tokens: int) -> None:
+        """Compare some pages on both sides.
+
+        Raises:
+            RuntimeError: one differs.
+        """
+        pages = -(-tokens // PAGE)
+        asked = [("full", page) for page in sorted({0, pages // 2, pages - 1})]
+        self._pipe.send([(group, self._target_pages[group][page]) for group, page in asked])
+        for (group, page), theirs in zip(asked, self._pipe.recv(), strict=True):
+            if self.cache.read_page(group, page) != theirs:
+                raise RuntimeError(f"{group} page {page} did not arrive as it was sent")
+
+    def close(self) -> None:
+        """End both sides."""
+        self._pipe.send("end")
+        self._endpoint.stop()
+        self._raw.close()
+
+
+_seen_descriptors: list[int] = []
+
+
+def note_descriptors() -> None:
+    """Write down every descriptor that NIXL is given in this process."""
+    post = NixlTransport.post_write
+
+    def noting(self: NixlTransport, peer: str, copies: list[Copies], notification: bytes) -> object:
+        for part in copies:
+            _seen_descriptors.extend(part.runs[:, 2].tolist())
+        return post(self, peer, copies, notification)
+
+    NixlTransport.post_write = noting  # type: ignore[method-assign, assignment]
+
+
+def raw_bytes(plan: Plan) -> int:
+    return 256 * MIB if plan.device == "cuda" else 64 * MIB
+
+
+def _span(tensor: torch.Tensor) -> Memory:
+    cuda = tensor.device.type == "cuda"
+    device = (tensor.device.index or 0) if cuda else 0
+    return Memory(tensor.data_ptr(), tensor.numel(), "VRAM" if cuda else "DRAM", device)
+
+
+def _fail(error: BaseException) -> None:
+    """A transfer thread that died must not leave the other process waiting."""
+    print(f"a transfer thread died: {error!r}", flush=True)
+    os._exit(1)
