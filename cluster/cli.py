@@ -68,11 +68,15 @@ def serve(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Log every process at level info.")
     ] = False,
+    metrics_compat: Annotated[
+        str | None,
+        typer.Option(help="vllm: figures that vLLM also has appear under its names, too; metrics.compat."),
+    ] = None,
 ) -> None:
     """Start a whole deployment and run it until Ctrl-C."""
     from antiphon.cluster.cli_serve import serve as run
 
-    run(model, config, port, verbose=verbose)
+    run(model, config, port, verbose=verbose, metrics_compat=metrics_compat)
 
 
 @app.command()

@@ -21,14 +21,21 @@ from antiphon.configs.schema import DeploymentConfig, load_deployment
 DEFAULT_CONFIG = Path(schema.__file__).with_name("local-cpu.yaml")
 
 
-def serve(model: str | None, config_file: Path | None, port: int | None, *, verbose: bool) -> None:
+def serve(
+    model: str | None,
+    config_file: Path | None,
+    port: int | None,
+    *,
+    verbose: bool,
+    metrics_compat: str | None = None,
+) -> None:
     """Run a deployment until a signal ends it.
 
     Raises:
         AntiphonError: the configuration or the checkpoint cannot be used, or a process cannot start.
     """
     began = time.monotonic()
-    config = read_config(model, config_file, port, verbose=verbose)
+    config = read_config(model, config_file, port, verbose=verbose, metrics_compat=metrics_compat)
     configure_logs("supervisor", config.log.level)
     # What is wrong with the configuration is said before a model is fetched, and both before anything starts.
     plan_processes(config)
@@ -45,7 +52,12 @@ def serve(model: str | None, config_file: Path | None, port: int | None, *, verb
 
 
 def read_config(
-    model: str | None, config_file: Path | None, port: int | None, *, verbose: bool = False
+    model: str | None,
+    config_file: Path | None,
+    port: int | None,
+    *,
+    verbose: bool = False,
+    metrics_compat: str | None = None,
 ) -> DeploymentConfig:
     """The configuration of ``antiphon serve``: a file, and what the command line says otherwise.
 
@@ -57,6 +69,8 @@ def read_config(
         overrides |= {"model.path": model, "model.served_name": None, "model.revision": None}
     if port is not None:
         overrides["router.port"] = port
+    if metrics_compat is not None:
+        overrides["metrics.compat"] = metrics_compat
     if verbose:
         overrides["log.level"] = "info"
     return load_deployment(config_file or DEFAULT_CONFIG, overrides)

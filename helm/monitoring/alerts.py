@@ -1,8 +1,7 @@
 """The alert rules: what is watched, when it wakes somebody, what causes it, and which page says what to do.
 
-Objectives are placeholders (``@TTFT_SECONDS@``, ``@ITL_SECONDS@``, ``@TRANSFER_BYTES_PER_SECOND@``) that the
-chart fills in from its values; so is ``@RUNBOOKS@``, the place of docs/operations/. Every alert is a heading
-of runbook.md there.
+Objectives are placeholders, in ``DEFAULTS``, that the chart fills in from its values; so is the place of
+docs/operations/. Every alert is a heading of runbook.md there.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ DEFAULTS = {
     "@TTFT_SECONDS@": "2.0",
     "@ITL_SECONDS@": "0.05",
     "@TRANSFER_BYTES_PER_SECOND@": "1e+06",
+    "@TCP_PEERS_ALLOWED@": "0",
     "@RUNBOOKS@": "docs/operations/",
 }
 OBJECTIVE_MISSED = 0.01
@@ -204,11 +204,19 @@ def processes() -> list[Alert]:
         ),
         Alert(
             "AntiphonTransferFallback",
+            "sum by (model_name, engine) (antiphon_kv_peers_over_tcp) > @TCP_PEERS_ALLOWED@",
+            "5m",
+            "warning",
+            "KV of {{ $value }} peers reaches {{ $labels.engine }} over TCP",
+            "UCX found no better path without a word: the pods do not share GPUs or have no RDMA device",
+        ),
+        Alert(
+            "AntiphonSlowWrites",
             f"{sent} / {took} < @TRANSFER_BYTES_PER_SECOND@",
             "10m",
             "warning",
             "KV leaves {{ $labels.engine }} at {{ $value | humanize }}B/s",
-            "UCX fell back to TCP without a word, or the network is saturated",
+            "many small runs, a network that is saturated, or a fallback to a slower path",
         ),
     ]
 

@@ -84,6 +84,7 @@ def draw_lines(axes: Axes, panel: dict[str, Any], answers: list[tuple[str, Serie
     axes.set_ylim(bottom=0)
     unit = panel["fieldConfig"]["defaults"].get("unit", "")
     axes.set_ylabel(UNITS.get(unit, ""), fontsize=6)
+    axes.margins(x=0)
 
 
 def draw_density(axes: Axes, answers: list[tuple[str, Series]], start: float) -> None:
@@ -118,8 +119,9 @@ def draw(board: dict[str, Any], url: str, window: str, start: float, end: float,
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
     figure = plt.figure(figsize=(13, rows * ROW_INCHES + 0.5))
-    figure.suptitle(board["title"], fontsize=12)
-    grid = figure.add_gridspec(rows, GRID_COLUMNS, hspace=4, wspace=3, top=1 - 0.6 / (rows * ROW_INCHES))
+    height = figure.get_figheight()
+    figure.suptitle(board["title"], fontsize=12, y=1 - 0.1 / height)
+    grid = figure.add_gridspec(rows, GRID_COLUMNS, hspace=4, wspace=3, top=1 - 0.7 / height)
     for panel in panels:
         place = panel["gridPos"]
         axes = figure.add_subplot(

@@ -36,7 +36,7 @@ CALM = re.compile(
     # What only a client that never reads, a stuck peer, a drain or an exhausted cache would move.
     r"Clients gone: B|Peers past their lease|Late, missing, ended: [AB]|was lost: B|Workers: B|Preemptions"
     # What stands still for as long as no process comes or goes between two questions.
-    r"|AntiphonPoolDown|AntiphonRestarting|AntiphonWorkerDown|AntiphonNoReadyPair|Circuit|workers"
+    r"|AntiphonTransferFallback|AntiphonPoolDown|AntiphonRestarting|AntiphonWorkerDown|AntiphonNoReadyPair|Circuit|workers"
     r"|overview: Ready pairs|overview: Processes|Ready pairs at each router|Up and ready|Workers: A"
     r"|Handshakes and peers: B|Restarts|wanted: B|Prefill workers"
 )

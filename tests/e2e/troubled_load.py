@@ -62,6 +62,8 @@ class TroubledLoad:
                     "wave " * words, headers, max_completion_tokens=tokens, temperature=1
                 )
                 self.answers += response.status_code == 200
+                if response.status_code != 200:
+                    self._stop.wait(0.5)
 
     def _knock_on(self) -> None:
         """What is turned away, refused or tolerated."""

@@ -173,6 +173,13 @@ CASES = (
     ),
     Case(
         "AntiphonTransferFallback",
+        {f'antiphon_kv_peers_over_tcp{{{M}, engine="decode-0", role="decode"}}': "1x30"},
+        {f'antiphon_kv_peers_over_tcp{{{M}, engine="decode-0", role="decode"}}': "0x30"},
+        8,
+        {"model_name": "m", "engine": "decode-0"},
+    ),
+    Case(
+        "AntiphonSlowWrites",
         sent(bytes_per_minute=1_000_000, busy_s=10),
         sent(bytes_per_minute=1_000_000, busy_s=0.1),
         25,

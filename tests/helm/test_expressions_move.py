@@ -36,8 +36,8 @@ pytestmark = pytest.mark.skipif(
     PROMETHEUS is None and "CI" not in os.environ, reason="needs prometheus, of Debian's package of that name"
 )
 
-SCRAPE_S = 0.25
-WINDOW = "3s"
+SCRAPE_S = 0.5
+WINDOW = "6s"
 
 
 def dcgm(turns: int, chance: random.Random) -> str:
@@ -90,7 +90,8 @@ def prometheus(target: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         {"job_name": process, "metrics_path": f"/{process}", "static_configs": [{"targets": [target]}]}
         for process in ("router", "prefill", "decode", "supervisor", "dcgm")
     ]
-    settings = {"scrape_interval": f"{SCRAPE_S * 1000:.0f}ms", "scrape_timeout": f"{SCRAPE_S * 1000:.0f}ms"}
+    every = f"{SCRAPE_S * 1000:.0f}ms"
+    settings = {"scrape_interval": every, "scrape_timeout": every}
     rules = [str(ROOT / "docker/prometheus/alerts.yaml")]
     document = {"global": settings, "scrape_configs": jobs, "rule_files": rules}
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(document))
@@ -159,21 +160,19 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 def test_every_expression_is_a_number_that_moves(prometheus: str) -> None:
-    cases = list(expressions())
-    assert len(cases) > 70
-    seen: dict[str, list[dict[str, float]]] = {where: [] for where, _ in cases}
-    for _ in range(4):
-        for where, text in cases:
-            seen[where].append(query(prometheus, text))
-        time.sleep(1.0)
-    empty = [where for where, rounds in seen.items() if not all(rounds)]
-    assert empty == []
-    wrong = [
-        w for w, rounds in seen.items() for values in rounds if not all(map(math.isfinite, values.values()))
-    ]
-    assert wrong == [], {w: seen[w] for w in wrong[:3]}
-    still = [where for where, rounds in seen.items() if all(values == rounds[0] for values in rounds)]
-    assert still == []
+    cases = dict(expressions())
+    assert len(cases) > 120
+    seen: dict[str, list[dict[str, float]]] = {where: [] for where in cases}
+    deadline = time.monotonic() + 120  # a crowded machine scrapes less often than it is told to
+    while time.monotonic() < deadline and (left := [where for where in cases if len(seen[where]) < 2]):
+        for where in left:
+            values = query(prometheus, cases[where])
+            assert all(map(math.isfinite, values.values())), (where, values)
+            if values and values not in seen[where]:
+                seen[where].append(values)
+        time.sleep(0.5)
+    assert "; ".join(where for where, values in seen.items() if not values) == ""
+    assert "; ".join(where for where, values in seen.items() if len(values) < 2) == ""
 
 
 def test_the_rules_are_loaded(prometheus: str) -> None:

@@ -150,6 +150,10 @@ class MovingProcesses:
             kv_peers=("x",) * self._some(),
             counters={name: self._count() for name in COUNTERS},
             overdue_writers=(("x", 1),) * self._some(),
+            kv_paths={
+                f"peer-{i}": (self._chance.choice(("tcp", "direct")), self._chance.random() * 1e9)
+                for i in range(self._some())
+            },
         )
 
     def _members(self) -> list[Member]:
