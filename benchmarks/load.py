@@ -1,7 +1,7 @@
 """How long a worker takes from a checkpoint in the page cache to a model that can compute.
 
-Run: ``python -m antiphon.benchmarks.load DIRECTORY [--device cuda] [--resident-fp8]``. A first pass reads every
-byte, so that the disk is not what is timed; conversion to the kernels' layouts is part of the time.
+Run: ``python -m antiphon.benchmarks.load DIRECTORY [--device cuda] [--resident-fp8]``. A first pass reads
+every byte, so that the disk is not what is timed; conversion to the kernels' layouts is part of the time.
 """
 
 from __future__ import annotations

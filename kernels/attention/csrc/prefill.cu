@@ -332,7 +332,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Item& item, con
 template <bool ORDERED>
 __global__ void __launch_bounds__(kThreads, 1)
     prefill_attention(const __grid_constant__ Arguments a, const __grid_constant__ CUtensorMap map) {
-  extern __shared__ __align__(1024) uint8_t shared[];
+  DYNAMIC_SHARED(shared);
   __shared__ __align__(8) uint64_t full[kStages], empty[kStages];
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -347,10 +347,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                     shared_address(empty),  shared,                  queries};
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   if (group == kWarpgroups) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    give_registers<32>();
     if (threadIdx.x == kWarpgroups * 128) produce(a, map, s);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    take_registers<160>();
     const Turn<ORDERED> turn = {group};
     turn.start();
     int passed = 0;
@@ -386,8 +386,7 @@ CUresult describe(CUtensorMap& map, const void* kv, int pages, int kv_heads, lon
 
 template <bool ORDERED>
 cudaError_t start(const Arguments& a, const CUtensorMap& map, int grid, void* stream) {
-  const cudaError_t prepared = cudaFuncSetAttribute(prefill_attention<ORDERED>,
-                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  const cudaError_t prepared = prepare(prefill_attention<ORDERED>, kSharedBytes);
   if (prepared != cudaSuccess) return prepared;
   return launch(prefill_attention<ORDERED>, dim3(grid), dim3(kThreads), kSharedBytes,
                 static_cast<cudaStream_t>(stream), false, a, map);

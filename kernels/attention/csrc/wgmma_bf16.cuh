@@ -5,15 +5,6 @@
 
 namespace antiphon {
 
-// Operands lie in rows of 128 bytes whose 16-byte chunks are exchanged within each 8 rows (128-byte swizzle).
-__device__ __forceinline__ uint64_t swizzled_operand(uint32_t address) {
-  return static_cast<uint64_t>(address >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
-
-template <int PENDING>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
 
 // d[64, 128] (+)= a[64, 16] x b[128, 16]^T, both in shared memory. d as in wgmma_e4m3_n128.
 __device__ __forceinline__ void wgmma_bf16_n128(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {

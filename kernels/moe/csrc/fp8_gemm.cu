@@ -44,10 +44,6 @@ __device__ __forceinline__ Work work_at(const Arguments& a, int index) {
   return {a.tiles[tile_m], tile_m, tile_n};
 }
 
-__device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t address) {
-  return static_cast<uint64_t>(address >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
-
 // 4 x 4 bytes: lane t of a quad gives bytes for columns 0..3 and receives column t of all four lanes.
 __device__ __forceinline__ uint32_t transpose_quad(uint32_t word) {
   const int t = threadIdx.x % 4;
@@ -145,8 +141,8 @@ __device__ __forceinline__ void multiply(float (&acc)[kBlocks][64], const uint8_
                                          int rows) {
   const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
   const float* row_scales = reinterpret_cast<const float*>(stage + kTileBytes + kWeightTileBytes);
-  const uint64_t a_operand = swizzled_descriptor(shared_address(stage));
-  const uint64_t b_operand = swizzled_descriptor(shared_address(stage + kTileBytes));
+  const uint64_t a_operand = swizzled_operand(shared_address(stage));
+  const uint64_t b_operand = swizzled_operand(shared_address(stage + kTileBytes));
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) {
     const int block = (group + kConsumerGroups * i) * 64;

@@ -94,6 +94,11 @@ __device__ __forceinline__ void bulk_copy_once(uint32_t destination, const void*
       : "memory");
 }
 
+// Has L2 fetch the line of 128 bytes around an address; nobody waits for it.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // 16 bytes from global to shared memory by this thread, until wait_copies().
 __device__ __forceinline__ void copy16(uint32_t destination, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
@@ -128,7 +133,7 @@ __device__ __forceinline__ __nv_bfloat16 load_fresh(const __nv_bfloat16* from) {
 // barrier, is visible to whoever sees the count. The fence takes about as long as a round trip to memory.
 __device__ __forceinline__ void count_up(int* counter, int by) {
   __threadfence();
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(by) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(by) : "memory");
 }
 __device__ __forceinline__ void wait_for_count(const int* counter, int count) {
   int seen;
@@ -170,6 +175,11 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_wait_all() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Until at most PENDING groups are under way.
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
 
 // Keeps the compiler from moving reads of an accumulator above the wait that completes it.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
@@ -182,6 +192,12 @@ __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(va
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t k_stride, uint32_t row_stride) {
   return static_cast<uint64_t>(address >> 4) | (static_cast<uint64_t>(k_stride >> 4) << 16) |
          (static_cast<uint64_t>(row_stride >> 4) << 32);
+}
+
+// Descriptor of an operand in rows of 128 bytes whose 16-byte chunks are exchanged within each 8 rows (128-byte
+// swizzle). Adding bytes / 16 moves along a row, or by whole rows.
+__device__ __forceinline__ uint64_t swizzled_operand(uint32_t address) {
+  return static_cast<uint64_t>(address >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
 // d[64, N] (+)= a[64, 32] (registers) x b[N, 32]^T (shared), e4m3 x e4m3 -> float32.
@@ -242,6 +258,25 @@ __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint
           "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
           "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// ---------------------------------------------------------------------------------------------- registers
+
+// The whole warpgroup gives up or takes registers, down to or up to so many a thread.
+template <int COUNT>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// An 8 x 8 matrix of 16-bit values over the warp, lane (g, t) holding row g, columns 2 t and 2 t + 1, transposed.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t word) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(word));
+  return result;
 }
 
 // ------------------------------------------------------------------------------------------------ launching

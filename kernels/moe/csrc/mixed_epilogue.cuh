@@ -10,9 +10,9 @@ namespace antiphon::mixed {
 __device__ __forceinline__ uint32_t transpose_rows(uint32_t word) {
   const int r = threadIdx.x / 4 % 4;
   uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, word, 4);
-  word = __byte_perm(word, other, r % 2 == 0 ? 0x6240 : 0x3715);
+  word = permute(word, other, r % 2 == 0 ? 0x6240 : 0x3715);
   other = __shfl_xor_sync(0xFFFFFFFFu, word, 8);
-  return __byte_perm(word, other, r < 2 ? 0x5410 : 0x3276);
+  return permute(word, other, r < 2 ? 0x5410 : 0x3276);
 }
 
 // A thread's two weight rows: their factors and biases. `row_tile`: 64 rows of an expert.
@@ -53,12 +53,6 @@ __device__ __forceinline__ void store_hidden(const Arguments& a, const Work& wor
     const int r = g % 4, row = (j + r / 2) * 8 + 2 * t + r % 2;
     if (row < work.tile.rows) *reinterpret_cast<uint32_t*>(tile + fp8::swizzled(row, column)) = word;
   }
-}
-
-__device__ __forceinline__ uint32_t transpose_8x8(uint32_t word) {
-  uint32_t result;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(word));
-  return result;
 }
 
 __device__ __forceinline__ uint32_t pack(float low, float high) {

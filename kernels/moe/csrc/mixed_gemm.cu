@@ -197,7 +197,7 @@ __device__ __forceinline__ void consume(const Arguments& a, int total, Consumer<
 
 template <typename S, bool GATED>
 __global__ void __launch_bounds__(S::kThreads, 1) mixed_gemm(const __grid_constant__ Arguments a) {
-  extern __shared__ __align__(1024) uint8_t shared[];
+  DYNAMIC_SHARED(shared);
   __shared__ __align__(8) uint64_t token_full[S::kTokenSlots], token_empty[S::kTokenSlots];
   __shared__ __align__(8) uint64_t weight_full[S::kWeightSlots], weight_empty[S::kWeightSlots];
   __shared__ __align__(8) Magnitudes magnitudes[kLevels];
@@ -221,11 +221,11 @@ __global__ void __launch_bounds__(S::kThreads, 1) mixed_gemm(const __grid_consta
                     shared_address(token_empty), shared_address(weight_full), shared_address(weight_empty)};
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   if (group == S::kGroups) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kProducerRegisters));
+    give_registers<S::kProducerRegisters>();
     if (threadIdx.x == S::kGroups * 128) stream_tokens<S>(a, total, s);
     if (threadIdx.x == S::kGroups * 128 + 32) stream_weights<S>(a, total, s);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
+    take_registers<S::kRegisters>();
     Consumer<S> c = {s, weights, magnitudes, group};
     consume<GATED>(a, total, c);
   }
@@ -233,8 +233,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) mixed_gemm(const __grid_consta
 
 template <typename S, bool GATED>
 cudaError_t start(const Arguments& a, int grid, void* stream) {
-  const cudaError_t prepared =
-      cudaFuncSetAttribute(mixed_gemm<S, GATED>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
+  const cudaError_t prepared = prepare(mixed_gemm<S, GATED>, S::kSharedBytes);
   if (prepared != cudaSuccess) return prepared;
   return launch(mixed_gemm<S, GATED>, dim3(grid), dim3(S::kThreads), S::kSharedBytes,
                 static_cast<cudaStream_t>(stream), false, a);

@@ -176,8 +176,7 @@ struct Consumer {
   // The operand of the token tile's next 128 columns, once they are there.
   __device__ __forceinline__ uint64_t wait_tokens() const {
     mbarrier_wait(shared.token_full + 8 * tokens.slot, tokens.parity);
-    const uint32_t address = shared.tokens + tokens.slot * S::kTileBytes;  // rows of 128 bytes, swizzled
-    return static_cast<uint64_t>(address >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+    return swizzled_operand(shared.tokens + tokens.slot * S::kTileBytes);
   }
 
   __device__ __forceinline__ void release(int slot) const {

@@ -8,6 +8,7 @@ namespace antiphon {
 // d[64, N] (+)= a[64, 32] (registers) x b[N, 32]^T (shared memory), e4m3 x e4m3 -> float32.
 // d: lane (g, t) of a warp holds rows g and g + 8 of its 16, columns 8 j + 2 t + {0, 1}, at 4 j + {0, 1} and
 // 4 j + {2, 3}. a: row g columns 4 t .. 4 t + 3, row g + 8 the same, then both rows 16 columns on.
+#ifndef ANTIPHON_ON_HOST
 template <int N>
 __device__ __forceinline__ void wgmma_e4m3_registers(float* d, const uint32_t* a, uint64_t b, int accumulate);
 
@@ -139,9 +140,6 @@ __device__ __forceinline__ void wgmma_e4m3_registers<256>(float* d, const uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-template <int PENDING>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
+#endif  // ANTIPHON_ON_HOST
 
 }  // namespace antiphon
