@@ -185,6 +185,9 @@ def split(
     config: Annotated[
         Path, typer.Option(help="Deployment file of the split, such as one prefill and one decode.")
     ],
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint folder in place of the file's, such as a synthesized one.")
+    ] = None,
     mixes: Annotated[
         str, typer.Option(help="Of long-in, chat and long-out, or NAME=INPUT/OUTPUT tokens; comma-separated.")
     ] = "long-in,chat,long-out",
@@ -232,8 +235,12 @@ def split(
         tuple(parse_duration_s(each, "itl") * 1e3 for each in _parts(itl)),
         attainment,
     )
+    deployment = load_deployment(config)
+    if model is not None:  # under the same name, since the shape is the same
+        name = deployment.model.name
+        deployment = load_deployment(config, {"model.path": model, "model.served_name": name})
     run_command(
-        load_deployment(config),
+        deployment,
         parse_mixes(mixes),
         limits,
         chunks=[_whole(each, "chunks") for each in _parts(chunks)],

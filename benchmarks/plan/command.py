@@ -18,6 +18,7 @@ from antiphon.benchmarks.plan.fit import Errors
 from antiphon.benchmarks.plan.planner import Plan, Targets, plans
 
 SHOWN = 8
+LOG_WIDTH = 130
 
 
 def run_command(
@@ -38,7 +39,8 @@ def run_command(
     """
     model = build(model_name, records.load_results(results))
     found = plans(model, targets)
-    console = Console()
+    # Without a terminal a table is as wide as it needs to be for a log.
+    console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
     _print_plans(console, model, found)
     _print_basis(console, model, found[0])
     checked: list[Checked] = []

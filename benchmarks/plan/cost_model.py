@@ -23,6 +23,8 @@ WINDOW_PAGES = 3
 CHUNK_TOKENS = 8192
 FEWEST_STEPS = 6
 """Twice as many as there are factors."""
+TOWARDS_ONE = 0.05
+"""Pull of a factor to 1, against the squared relative errors of whole steps: see ``non_negative_fit``."""
 
 
 Groups = tuple[float, float, float]
@@ -209,9 +211,11 @@ def _correction(
         (first if record.layout == "TP1" else others).append(row)
     if len(rows) < FEWEST_STEPS:
         return Correction()
-    attention, experts, rest = non_negative_fit(rows)
+    attention, experts, rest = non_negative_fit(rows, TOWARDS_ONE)
     across = _across(first, others)
-    return Correction((attention, experts, rest), len(rows), leave_one_out(rows), len(others), across)
+    return Correction(
+        (attention, experts, rest), len(rows), leave_one_out(rows, TOWARDS_ONE), len(others), across
+    )
 
 
 def _fastest(found: Sequence[Record]) -> list[Record]:
@@ -227,7 +231,7 @@ def _fastest(found: Sequence[Record]) -> list[Record]:
 def _across(first: Sequence[Row], others: Sequence[Row]) -> Errors | None:
     if len(first) < FEWEST_STEPS or not others:
         return None
-    factors = non_negative_fit(first)
+    factors = non_negative_fit(first, TOWARDS_ONE)
     pairs = [(sum(f * s for f, s in zip(factors, groups, strict=True)), value) for groups, value in others]
     return Errors.of(pairs)
 

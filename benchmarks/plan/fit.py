@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,11 +30,12 @@ class Errors:
         return cls(len(shares), percentile(shares, 0.5), shares[-1])
 
 
-def non_negative_fit(rows: Sequence[Row]) -> tuple[float, ...]:
+def non_negative_fit(rows: Sequence[Row], towards_one: float = 0.0) -> tuple[float, ...]:
     """Coefficients >= 0 that minimise the sum of squared relative errors.
 
     Exact for few terms: the least squares solution of every subset of the terms is tried, and of those
-    without a negative coefficient the best is taken.
+    without a negative coefficient the best is taken. ``towards_one`` adds that often the square of each
+    coefficient's distance from 1, so that few points do not carry terms away that they hardly determine.
 
     Raises:
         ValueError: there are no rows, or a value is not positive.
@@ -41,7 +43,10 @@ def non_negative_fit(rows: Sequence[Row]) -> tuple[float, ...]:
     if not rows or any(value <= 0 for _, value in rows):
         raise ValueError("a fit needs points, and values above 0")
     width = len(rows[0][0])
-    scaled = [tuple(term / value for term in terms) for terms, value in rows]
+    scaled = [(tuple(term / value for term in terms), 1.0) for terms, value in rows]
+    if towards_one > 0:
+        weight = math.sqrt(towards_one)
+        scaled += [(tuple(weight * (i == j) for j in range(width)), weight) for i in range(width)]
     best: tuple[float, tuple[float, ...]] | None = None
     for size in range(width + 1):
         for subset in itertools.combinations(range(width), size):
@@ -51,7 +56,7 @@ def non_negative_fit(rows: Sequence[Row]) -> tuple[float, ...]:
             full = [0.0] * width
             for index, each in zip(subset, found, strict=True):
                 full[index] = each
-            cost = sum((sum(c * t for c, t in zip(full, terms, strict=True)) - 1) ** 2 for terms in scaled)
+            cost = sum((_dot(full, terms) - target) ** 2 for terms, target in scaled)
             if best is None or cost < best[0] - 1e-12:
                 best = cost, tuple(full)
     if best is None:  # the empty subset always counts
@@ -59,21 +64,27 @@ def non_negative_fit(rows: Sequence[Row]) -> tuple[float, ...]:
     return best[1]
 
 
-def leave_one_out(rows: Sequence[Row]) -> Errors | None:
+def leave_one_out(rows: Sequence[Row], towards_one: float = 0.0) -> Errors | None:
     """Each point predicted by a fit to all the others; None of fewer than three points."""
     if len(rows) < 3:
         return None
     pairs = []
     for index, (terms, value) in enumerate(rows):
-        coefficients = non_negative_fit([*rows[:index], *rows[index + 1 :]])
-        pairs.append((sum(c * t for c, t in zip(coefficients, terms, strict=True)), value))
+        coefficients = non_negative_fit([*rows[:index], *rows[index + 1 :]], towards_one)
+        pairs.append((_dot(coefficients, terms), value))
     return Errors.of(pairs)
 
 
-def _least_squares(rows: Sequence[tuple[float, ...]], subset: tuple[int, ...]) -> tuple[float, ...] | None:
-    """Coefficients for a target of 1 in every row by the normal equations; None when they are singular."""
+def _dot(coefficients: Sequence[float], terms: Sequence[float]) -> float:
+    return sum(c * t for c, t in zip(coefficients, terms, strict=True))
+
+
+def _least_squares(rows: Sequence[Row], subset: tuple[int, ...]) -> tuple[float, ...] | None:
+    """Coefficients of (terms, target) rows by the normal equations; None when they are singular."""
     matrix = [
-        [sum(row[i] * row[j] for row in rows) for j in subset] + [sum(row[i] for row in rows)] for i in subset
+        [sum(terms[i] * terms[j] for terms, _ in rows) for j in subset]
+        + [sum(terms[i] * target for terms, target in rows)]
+        for i in subset
     ]
     size = len(subset)
     for column in range(size):

@@ -193,6 +193,8 @@ def test_a_fit_finds_the_law_it_was_made_from() -> None:
     errors = leave_one_out(rows)
     assert errors is not None
     assert errors.worst < 1e-6
+    # (2 c - 1)^2 + 4 (c - 1)^2 is least at 3 / 4.
+    assert non_negative_fit([((2.0,), 1.0)], 4.0) == pytest.approx((0.75,))
     falling = [((1.0, float(x)), 10.0 - x) for x in range(5)]
     assert non_negative_fit(falling)[1] == 0.0
 
@@ -246,17 +248,18 @@ def test_whole_steps_correct_each_group_and_show_their_error() -> None:
     points = list(itertools.product((1, 8, 32, 128), (8192, 32768)))
     measured = [step(ONE, batch, context) for batch, context in points]
     corrected = build("gpt-oss-20b", measured)
-    assert corrected.decode_correction.factors == pytest.approx(factors, rel=1e-6)
+    # A little is given up to the pull towards 1.
+    assert corrected.decode_correction.factors == pytest.approx(factors, rel=0.12)
     assert corrected.decode_correction.held_out is not None
-    assert corrected.decode_correction.held_out.worst < 1e-6
+    assert corrected.decode_correction.held_out.worst < 0.03
     groups = model.decode_groups_s(ONE, 64, 8192)
     expected = sum(f * s for f, s in zip(factors, groups, strict=True))
-    assert corrected.decode_step_s(ONE, 64, 8192) == pytest.approx(expected, rel=1e-6)
+    assert corrected.decode_step_s(ONE, 64, 8192) == pytest.approx(expected, rel=0.02)
     assert build("gpt-oss-20b", measured[:5]).decode_correction.points == 0
     two = build("gpt-oss-20b", [*measured, *(step(Layout(2), batch, 8192, 1.1) for batch in (1, 8, 32))])
     across = two.decode_correction.layout_held_out
     assert across is not None
-    assert across.median == pytest.approx(1 - 1 / 1.1, rel=1e-6)
+    assert across.median == pytest.approx(1 - 1 / 1.1, abs=0.02)
     assert two.decode_correction.layout_points == 3
 
 
