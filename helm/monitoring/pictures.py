@@ -144,18 +144,18 @@ def draw(board: dict[str, Any], url: str, window: str, start: float, end: float,
 
 
 def main() -> int:
-    """Draw every dashboard but that of GPUs, unless it is asked for."""
+    """Draw every dashboard but that of GPUs, or those that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("prometheus", help="its URL")
     parser.add_argument("--minutes", type=float, default=5.0, help="how far back")
     parser.add_argument("--window", default="30s", help="what rates are taken over")
     parser.add_argument("--folder", type=Path, default=Path("docs/dashboards"))
-    parser.add_argument("--gpu", action="store_true", help="draw the dashboard of GPUs as well")
+    parser.add_argument("--board", action="append", help="only this one; may be repeated")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     end = time.time()
     for file in sorted(DASHBOARDS.glob("*.json")):
-        if file.stem != "gpu" or options.gpu:
+        if file.stem in (options.board or ()) or (file.stem != "gpu" and not options.board):
             path = options.folder / f"{file.stem}.png"
             board = json.loads(file.read_text())
             draw(board, options.prometheus, options.window, end - options.minutes * 60, end, path)
