@@ -47,11 +47,24 @@ class RayProcess:
         """See ProcessHandle."""
         if self._others:
             await self._gather_ranks()
+        address = await self._first_started(topology)
+        self._on_started(address)
+        return address
+
+    async def _first_started(self, topology: Topology) -> WorkerAddress:
+        """Where rank 0 listens; a rank that ends before that is why it never will."""
+        starting = asyncio.ensure_future(self._call("start", topology))
         try:
-            address: WorkerAddress = await self._call("start", topology)
+            await asyncio.wait({starting, *self._following}, return_when=asyncio.FIRST_COMPLETED)
+            ended = [following for following in self._following if following.done()]
+            if ended and not starting.done():
+                ended[0].result()
+                raise ProcessDied("a rank ended while rank 0 was starting")
+            address: WorkerAddress = await starting
         except ProcessDied as error:
             raise await self._better_reason(error) from error
-        self._on_started(address)
+        finally:
+            starting.cancel()
         return address
 
     async def set_topology(self, topology: Topology) -> None:
