@@ -31,10 +31,11 @@ from antiphon.protocol.messages import SamplingParams
 Ranks = Callable[..., list[Any]]
 Forward = Callable[..., Tensor]
 TIE = 1e-3
+NO_YES = (False, True)
 PAGE, FULL_PAGES, SLIDING_PAGES = 16, 10, 9
 
 
-def settings(config: GptOssConfig, overlap: bool) -> EngineSettings:
+def settings(config: GptOssConfig, overlap: bool, graphs: bool = False) -> EngineSettings:
     return EngineSettings(
         page_size_tokens=PAGE,
         full_pages=FULL_PAGES,
@@ -47,6 +48,7 @@ def settings(config: GptOssConfig, overlap: bool) -> EngineSettings:
         headroom_tokens=PAGE,
         layer_groups=2,
         overlap=overlap,
+        decode_graphs=graphs,
     )
 
 
@@ -63,9 +65,11 @@ def requests() -> list[EngineRequest]:
     return found
 
 
-def run(model: LanguageModel, overlap: bool, kv_heads: int | None = None) -> dict[str, list[int]]:
+def run(
+    model: LanguageModel, overlap: bool, kv_heads: int | None = None, graphs: bool = False
+) -> dict[str, list[int]]:
     """Tokens of every request, from an engine that has to preempt some."""
-    loop = EngineLoop(model, settings(model.config, overlap), kv_heads=kv_heads)
+    loop = EngineLoop(model, settings(model.config, overlap, graphs), kv_heads=kv_heads)
     for request in requests():
         loop.submit(request)
     tokens: defaultdict[str, list[int]] = defaultdict(list)
@@ -112,16 +116,18 @@ def assert_equal_up_to_ties(
         assert float(best[0] - best[1]) < TIE, f"{request.request_id} differs at {at}"
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize(
-    ("ranks", "experts"),
-    [(2, False), (4, False), (2, True), (4, True)],
-    ids=["TP2", "TP4", "EP2 TP2", "EP4 TP4"],
+    ("ranks", "experts", "overlap", "graphs"),
+    [
+        *((ranks, experts, overlap, False) for ranks in (2, 4) for experts in NO_YES for overlap in NO_YES),
+        (2, True, True, True),
+    ],
 )
 def test_batches_chunks_prefixes_and_preemption_equal_one_rank(
     ranks: int,
     experts: bool,
     overlap: bool,
+    graphs: bool,
     single: Transformer,
     expected: dict[str, list[int]],
     in_ranks: Ranks,
@@ -147,7 +153,7 @@ def test_batches_chunks_prefixes_and_preemption_equal_one_rank(
             return None
         leader = LeaderModel(model, group)
         leader.start()
-        tokens = run(leader, overlap, kv_heads)
+        tokens = run(leader, overlap, kv_heads, graphs)
         leader.close()
         return tokens
 
