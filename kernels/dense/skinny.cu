@@ -147,36 +147,42 @@ __device__ __forceinline__ void multiply(const Args& a, const uint8_t* stages, u
   }
 }
 
-// What one epilogue thread needs for its output besides the sum, loaded ahead of it.
-template <Epilogue EPILOGUE>
+// What one epilogue thread needs for its output besides the sum, as loaded: to convert is to wait.
 struct Operands {
-  float bias = 0.0f;
-  float before = 0.0f;                    // residual
+  bf16 bias;
+  bf16 before;                            // residual
   float2 turn = make_float2(1.0f, 0.0f);  // rotation
 };
 
 template <Epilogue EPILOGUE>
-__device__ __forceinline__ Operands<EPILOGUE> load_operands(const Args& a, int tile, int token, int r, int64_t position) {
-  Operands<EPILOGUE> o;
+__device__ __forceinline__ const float2* rotation_of(const Args& a, int tile, int r, int64_t position) {
+  return a.rotation + position * 32 + tile % 8 * 4 + r % 4;
+}
+
+template <Epilogue EPILOGUE>
+__device__ __forceinline__ Operands load_operands(const Args& a, int tile, int token, int r, int64_t position) {
+  Operands o;
   const int n = weight_row<EPILOGUE>(tile, r);
-  if constexpr (EPILOGUE != Epilogue::kLogits) o.bias = __bfloat162float(a.bias[n]);
-  if constexpr (EPILOGUE == Epilogue::kResidual)
-    o.before = __bfloat162float(load_fresh(a.residual + static_cast<size_t>(token) * a.rows + n));
+  if constexpr (EPILOGUE != Epilogue::kLogits) o.bias = a.bias[n];
+  if constexpr (EPILOGUE == Epilogue::kResidual) o.before = load_fresh(a.residual + static_cast<size_t>(token) * a.rows + n);
   if constexpr (EPILOGUE == Epilogue::kQkvRope)
-    if (tile / 8 < a.query_heads + a.kv_heads) o.turn = a.rotation[position * 32 + tile % 8 * 4 + r % 4];
+    if (tile / 8 < a.query_heads + a.kv_heads) o.turn = *rotation_of<EPILOGUE>(a, tile, r, position);
   return o;
 }
 
 template <Epilogue EPILOGUE>
-__device__ __forceinline__ void store(const Args& a, const Operands<EPILOGUE>& o, float sum, int tile, int token, int r,
-                                      bool live, int64_t slot) {
+__device__ __forceinline__ void store(const Args& a, const Operands& o, float sum, int tile, int token, int r, bool live,
+                                      int64_t slot) {
   const int n = weight_row<EPILOGUE>(tile, r);
-  sum += o.bias;
   if constexpr (EPILOGUE == Epilogue::kLogits) {
     if (live) a.logits[static_cast<size_t>(token) * a.rows + n] = sum;
-  } else if constexpr (EPILOGUE == Epilogue::kResidual) {
-    if (live) a.residual[static_cast<size_t>(token) * a.rows + n] = __float2bfloat16_rn(sum + o.before);
-  } else {
+    return;
+  }
+  sum += __bfloat162float(o.bias);
+  if constexpr (EPILOGUE == Epilogue::kResidual) {
+    if (live) a.residual[static_cast<size_t>(token) * a.rows + n] = __float2bfloat16_rn(sum + __bfloat162float(o.before));
+  }
+  if constexpr (EPILOGUE == Epilogue::kQkvRope) {
     const float other = __shfl_xor_sync(0xFFFFFFFFu, sum, 4);  // the other half of the rotary pair
     const float turned = r < 4 ? sum * o.turn.x - other * o.turn.y : sum * o.turn.x + other * o.turn.y;
     const int head = tile / 8, d = n % 64;
@@ -197,26 +203,35 @@ __device__ __forceinline__ void store(const Args& a, const Operands<EPILOGUE>& o
 template <typename S, Epilogue EPILOGUE>
 __device__ __forceinline__ void finish(const Args& a, const float* partial) {
   const int output = threadIdx.x - S::kConsumers, token = output / kTileRows, r = output % kTileRows;
-  const int tiles = a.rows / kTileRows;
+  const int tiles = a.rows / kTileRows, stride = gridDim.x;
   const bool live = token < a.tokens;
   const int known = live ? token : 0;
-  grid_dependency_wait();
   int64_t position = 0, slot = -1;
   if constexpr (EPILOGUE == Epilogue::kQkvRope) {
+    // Written before the launch ahead began.
     position = a.positions[known];
     slot = a.slot[known];
   }
+  if constexpr (EPILOGUE != Epilogue::kLogits) {
+    // Constants, which memory would otherwise be asked for tile by tile.
+    for (int tile = blockIdx.x; tile < tiles; tile += stride) {
+      prefetch_line(a.bias + weight_row<EPILOGUE>(tile, r));
+      if constexpr (EPILOGUE == Epilogue::kQkvRope) prefetch_line(rotation_of<EPILOGUE>(a, tile, r, position));
+    }
+  }
+  grid_dependency_wait();
+  Operands operands = load_operands<EPILOGUE>(a, blockIdx.x, known, r, position);
   int done = 0;
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++done) {
-    const Operands<EPILOGUE> operands = load_operands<EPILOGUE>(a, tile, known, r, position);
+  for (int tile = blockIdx.x; tile < tiles; tile += stride, ++done) {
     const int buffer = done % 2;
     barrier_sync(kFilledBarrier + buffer, S::kConsumers + S::kOutputs);
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < S::kWarps; ++w) sum += partial[(buffer * S::kWarps + w) * S::kOutputs + output];
-    if (tile + 2 * static_cast<int>(gridDim.x) < tiles)
-      barrier_arrive(kReleasedBarrier + buffer, S::kConsumers + S::kOutputs);
-    store<EPILOGUE>(a, operands, sum, tile, known, r, live, slot);
+    if (tile + 2 * stride < tiles) barrier_arrive(kReleasedBarrier + buffer, S::kConsumers + S::kOutputs);
+    const Operands now = operands;
+    if (tile + stride < tiles) operands = load_operands<EPILOGUE>(a, tile + stride, known, r, position);
+    store<EPILOGUE>(a, now, sum, tile, known, r, live, slot);
   }
 }
 

@@ -66,16 +66,20 @@ __device__ __forceinline__ bool reduce_groups(float (&sum)[Geometry<TOKENS>::kWi
 template <int TOKENS, bool GATED>
 struct Epilogue {
   static constexpr int kColumns = Geometry<TOKENS>::kWidth / 4;
-  float2 bias;
-  float factor[kColumns];  // of the sum, or the routing weight; column n is 8 (i / 2) + 2 t + i % 2
-  int pair[kColumns];      // -1 beyond the tile's tokens
+  // All as loaded: to convert a number is to wait for it, and that would be before the products.
+  uint32_t bias[2];           // bf16
+  uint32_t factor[kColumns];  // of the sum, float32, or the routing weight, bf16; column n is 8 (i / 2) + 2 t + i % 2
+  int pair[kColumns];         // -1 beyond the tile's tokens
+
+  __device__ __forceinline__ float factor_of(int i) const { return __uint_as_float(GATED ? factor[i] : factor[i] << 16); }
 
   __device__ __forceinline__ void load_rows(const Arguments& a, TokenTile tile, int row_tile) {
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
     const int row = row_tile * kTileRows + warp * 16 + (GATED ? 2 * g : g);
     const Projection& p = GATED ? a.gate_up : a.down;
     const __nv_bfloat16* source = p.bias + static_cast<size_t>(tile.expert()) * p.row_tiles * kTileRows + row;
-    bias = make_float2(__bfloat162float(source[0]), __bfloat162float(source[GATED ? 1 : 8]));
+    bias[0] = __bfloat16_as_ushort(source[0]);
+    bias[1] = __bfloat16_as_ushort(source[GATED ? 1 : 8]);
   }
 
   __device__ __forceinline__ void load_tokens(const Arguments& a, TokenTile tile) {
@@ -84,22 +88,25 @@ struct Epilogue {
     for (int i = 0; i < kColumns; ++i) {
       const int n = i / 2 * 8 + 2 * t + i % 2;
       pair[i] = -1;
-      factor[i] = 0.0f;
+      factor[i] = 0;
       if (n < tile.slots()) {
         if constexpr (GATED) {
           pair[i] = n;
-          factor[i] = a.scale[a.order[tile.first_slot() + n] / 4];
+          factor[i] = __float_as_uint(a.scale[a.order[tile.first_slot() + n] / 4]);
         } else {
           pair[i] = a.order[tile.first_slot() + n];
-          factor[i] = __bfloat162float(a.pair_weight[pair[i]]);
+          factor[i] = __bfloat16_as_ushort(a.pair_weight[pair[i]]);
         }
       }
     }
   }
 
   __device__ __forceinline__ void store(const Arguments& a, const float (&sum)[Geometry<TOKENS>::kWidth / 8][4],
-                                        int tile, int row_tile) const {
+                                        int tile, int row_tile) {
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
+    pin(bias[0]);  // and not before
+    pin(bias[1]);
+    const float upper = __uint_as_float(bias[0] << 16), lower = __uint_as_float(bias[1] << 16);
 #pragma unroll
     for (int i = 0; i < kColumns; i += 2) {
       if constexpr (GATED) {
@@ -107,7 +114,7 @@ struct Epilogue {
         float hidden[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          hidden[c] = clamped_swiglu(sum[i / 2][c] * factor[i + c] + bias.x, sum[i / 2][c + 2] * factor[i + c] + bias.y);
+          hidden[c] = clamped_swiglu(sum[i / 2][c] * factor_of(i + c) + upper, sum[i / 2][c + 2] * factor_of(i + c) + lower);
         // Rounded to bf16 first: the sum of two e4m3 numbers then holds it exactly.
         const float2 rounded = __bfloat1622float2(__floats2bfloat162_rn(hidden[0], hidden[1]));
         const SplitPair parts = split(make_float2(rounded.x * kHiddenFactor, rounded.y * kHiddenFactor),
@@ -126,8 +133,8 @@ struct Epilogue {
         for (int c = 0; c < 2; ++c) {
           if (pair[i + c] < 0) continue;
           float* out = a.partial + static_cast<size_t>(pair[i + c]) * kDim + row_tile * 64 + warp * 16 + g;
-          out[0] = factor[i + c] * (sum[i / 2][c] * kScale + bias.x);
-          out[8] = factor[i + c] * (sum[i / 2][c + 2] * kScale + bias.y);
+          out[0] = factor_of(i + c) * (sum[i / 2][c] * kScale + upper);
+          out[8] = factor_of(i + c) * (sum[i / 2][c + 2] * kScale + lower);
         }
       }
     }

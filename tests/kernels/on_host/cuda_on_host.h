@@ -233,6 +233,16 @@ inline float __uint_as_float(uint32_t bits) {
 inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
 inline float __expf(float value) { return std::exp(value); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline uint32_t __viaddmin_s16x2_relu(uint32_t a, uint32_t b, uint32_t most) {
+  uint32_t result = 0;
+  for (int half = 0; half < 2; ++half) {
+    const auto part = [half](uint32_t word) { return static_cast<int16_t>(word >> (16 * half)); };
+    const int sum = static_cast<int16_t>(part(a) + part(b));
+    const int value = sum < part(most) ? sum : part(most);
+    result |= static_cast<uint32_t>(value > 0 ? value : 0) << (16 * half);
+  }
+  return result;
+}
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }
 template <typename Value>
 inline Value __ldcg(const Value* from) {
@@ -368,6 +378,7 @@ inline void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, 
 inline void bulk_copy_once(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
   bulk_copy(destination, source, bytes, barrier);
 }
+inline void prefetch_line(const void*) {}
 inline void copy16(uint32_t destination, const void* source) {
   on_host::fiber().own_copies.push_back(
       [=] { std::memcpy(on_host::shared_pointer(destination), source, 16); });
@@ -449,6 +460,56 @@ inline void wgmma_e4m3(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b)
       d[j][c + 2] = (ACCUMULATE ? d[j][c + 2] : 0.0f) + lower;
     }
   }
+}
+
+template <int PENDING>
+inline void wgmma_wait() {}
+template <int COUNT>
+inline void give_registers() {}
+template <int COUNT>
+inline void take_registers() {}
+
+// address / 16, as the hardware has it; the swizzle is undone where the operand is read.
+inline uint64_t swizzled_operand(uint32_t address) { return address >> 4; }
+
+// The second operand in shared memory, swizzled; the first in registers.
+template <int N>
+inline void wgmma_e4m3_registers(float* d, const uint32_t* a, uint64_t b, int accumulate) {
+  struct Operand {
+    uint32_t a[4];
+  };
+  Operand all[32];
+  on_host::exchange(Operand{{a[0], a[1], a[2], a[3]}}, all);
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const uint32_t address = static_cast<uint32_t>(b) << 4, offset = address % 128;
+  const uint8_t* rows = on_host::shared_pointer(address - offset);
+  float weights[2][32];
+  for (int half = 0; half < 2; ++half)
+    for (int k = 0; k < 32; ++k)
+      weights[half][k] = on_host::e4m3(
+          static_cast<uint8_t>(all[g * 4 + k % 16 / 4].a[half + k / 16 * 2] >> (8 * (k % 4))));
+  for (int j = 0; j < N / 8; ++j) {
+    for (int c = 0; c < 2; ++c) {
+      const int n = 8 * j + 2 * t + c;
+      float upper = 0.0f, lower = 0.0f;
+      for (int k = 0; k < 32; ++k) {
+        const uint32_t byte = offset + k;
+        const float x = on_host::e4m3(rows[n * 128 + ((byte / 16) ^ (n % 8)) * 16 + byte % 16]);
+        upper += weights[0][k] * x;
+        lower += weights[1][k] * x;
+      }
+      d[4 * j + c] = (accumulate ? d[4 * j + c] : 0.0f) + upper;
+      d[4 * j + c + 2] = (accumulate ? d[4 * j + c + 2] : 0.0f) + lower;
+    }
+  }
+}
+
+inline uint32_t transpose_8x8(uint32_t word) {
+  uint32_t all[32];
+  on_host::exchange(word, all);
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const auto value = [&](int row) { return all[row * 4 + g / 2] >> (16 * (g % 2)) & 0xFFFFu; };
+  return value(2 * t) | value(2 * t + 1) << 16;
 }
 
 template <typename Kernel>
