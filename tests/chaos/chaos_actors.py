@@ -112,11 +112,13 @@ class ChaosDecode(_InNamespace, DecodeActor):
 
 
 class UnfencedDecode(ChaosDecode):
-    """A decode worker that forgets who may still write its pages."""
+    """A decode worker that forgets who may still write its pages, and what may still be on its way."""
 
     def _start(self, topology: Topology) -> WorkerAddress:
         from antiphon.decode_worker.receiver import KvReceiver
+        from antiphon.kv_transfer.arrivals import ArrivedConnections
 
+        ArrivedConnections.sever = lambda connections, writer: True
         fenced = KvReceiver.abandon
 
         def abandon(receiver: KvReceiver, key: tuple[str, int]) -> bool:
