@@ -33,7 +33,7 @@ def test_make_targets_exist(page: str) -> None:
 
 
 def test_commands_exist() -> None:
-    code = "\n".join(re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
+    code = "\n".join(re.findall(r"```(?:sh|console)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
     named = sorted(set(COMMAND.findall(code)))
     assert "chat" in named
     assert "checkpoint inspect" in named
