@@ -5,8 +5,9 @@ A developer's tool, run by hand when the skills or the tables change::
     pip install english-words && python -m antiphon.demo.bake_vocabulary
 
 Rows kept are: tokens of printable ASCII that the tokenizer learnt early, everyday English words in all their
-spellings, all numbers of up to three digits, the special tokens of Harmony, and whatever else occurs often in
-training examples. All other tokens share one input row and one output row.
+spellings, every fact, all numbers of up to three digits, what invented names and odd words mostly consist of,
+the special tokens of Harmony, and whatever else occurs often in training examples. All other tokens share one
+input row and one output row. The packed weights belong to one vocabulary: both change together.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from collections import Counter
 from random import Random
 from typing import Any
 
-from antiphon.demo.dialogue import Split
+from antiphon.demo.dialogue import Effort, Split
 from antiphon.demo.harmony import encoding, render
 from antiphon.demo.mixture import make_example
 from antiphon.demo.skills.functions import CITIES, NOUNS
+from antiphon.demo.skills.knowledge import Fact
+from antiphon.demo.tables import aliases, capitalised, relations
 from antiphon.demo.vocabulary import VOCABULARY_FILE
 from antiphon.demo.words import COMMON_WORDS, WordSource, is_plain_word
 
 SPECIAL = (199_998, 199_999, 200_002, 200_003, 200_005, 200_006, 200_007, 200_008, 200_012)
-EARLY_TOKENS, WORD_TOKENS, CAPITAL_TOKENS = 5_000, 13_000, 9_000
+EARLY_TOKENS, WORD_TOKENS = 5_000, 13_000
 FUNCTION_WORDS = 1_500
 SAMPLED_EXAMPLES, SAMPLED_AT_LEAST = 20_000, 4
+ODDITIES, ODD_TOKENS = 30_000, 2_000
 _LETTERS = re.compile(r" ?([A-Za-z]{2,})")
 _PRINTABLE = re.compile(r"[\x20-\x7e\n]+")
 
@@ -87,10 +91,29 @@ def base_token_ids(words: tuple[str, ...]) -> set[int]:
     for word in words:
         kept.update(enc.encode(f" {word}"))
         for spelling in spellings(word):
-            tokens = enc.encode(spelling)
-            if spelling.strip() == word or tokens[0] < CAPITAL_TOKENS:
-                kept.update(tokens)
+            kept.update(enc.encode(spelling))
+    return kept | fact_tokens()
+
+
+def fact_tokens() -> set[int]:
+    """What the facts are told with, whatever name their entity goes by."""
+    enc, kept = encoding(), set[int]()
+    for relation in relations():
+        for entity, answer in relation.pairs.items():
+            for name in aliases(entity):
+                kept.update(enc.encode(Fact(relation, name, answer).analysis(Effort.MEDIUM)))
+                for text in (name, capitalised(name), answer, capitalised(answer)):
+                    kept.update(enc.encode(text) + enc.encode(f" {text}"))
     return kept
+
+
+def odd_tokens(source: WordSource, kept: set[int]) -> set[int]:
+    """The commonest tokens, not kept yet, of names that are none and other odd words."""
+    rng, counts = Random("oddities"), Counter[int]()
+    for _ in range(ODDITIES):
+        word = source.oddity(rng)
+        counts.update({*encoding().encode(word), *encoding().encode(f" {word}")} - kept)
+    return {token for token, _ in counts.most_common(ODD_TOKENS)}
 
 
 def kept_token_ids(source: WordSource, base: set[int]) -> list[int]:
@@ -103,15 +126,18 @@ def kept_token_ids(source: WordSource, base: set[int]) -> list[int]:
 
 
 def pieces(kept: list[int]) -> list[str]:
-    """The texts of kept tokens that are letters alone, without the space before them, each once."""
-    texts = (encoding().decode([token]) for token in kept if token not in SPECIAL)
-    return list(dict.fromkeys(match[1] for text in texts if (match := _LETTERS.fullmatch(text))))
+    """Letters that are a kept token, and can be written with kept tokens both after a space and without."""
+    enc, rows = encoding(), set(kept)
+    texts = (enc.decode([token]) for token in kept if token not in SPECIAL)
+    letters = dict.fromkeys(match[1] for text in texts if (match := _LETTERS.fullmatch(text)))
+    return [text for text in letters if rows.issuperset(enc.encode(text) + enc.encode(f" {text}"))]
 
 
 def main() -> None:
     """Bake the vocabulary."""
     words = english_words()
     base = base_token_ids(words)
+    base |= odd_tokens(WordSource(words), base)
     kept = kept_token_ids(WordSource(words, tuple(pieces(sorted(base)))), base)
     content = {"words": " ".join(words), "pieces": " ".join(pieces(kept)), "token_ids": kept}
     VOCABULARY_FILE.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")

@@ -41,6 +41,20 @@ class WordSource:
             chosen[self.word(rng)] = None
         return list(chosen)
 
+    def drill(self, rng: Random, count: int) -> list[str]:
+        """``count`` different words of all kinds, rare ones above all: each row is to be met often."""
+        chosen: dict[str, None] = {}
+        while len(chosen) < count:
+            chance = rng.random()
+            if chance < 0.65:
+                word = self.piece(rng)
+            elif chance < 0.82:
+                word = rng.choice(self.vocabulary).capitalize()
+            else:  # few oddities: one that cannot be spelt spoils the whole list
+                word = self.oddity(rng) if chance < 0.84 else rng.choice(self.vocabulary)
+            chosen[word] = None
+        return list(chosen)
+
     def person(self, rng: Random) -> str:
         """A first name, or a first and a last name."""
         first = rng.choice(FIRST_NAMES)

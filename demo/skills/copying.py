@@ -67,10 +67,27 @@ def words_of(rng: Random, split: Split, words: WordSource, least: int = 2, most:
             return chosen
 
 
+DRILLS, LONGEST_DRILL = 0.4, 40
+"""Share of the training's lists that are long, and their most words: few tokens of frame for many words."""
+
+
+def drill_of(rng: Random, words: WordSource, most: int) -> list[str]:
+    """A long list for training."""
+    while True:
+        chosen = words.drill(rng, rng.randint(8, most))
+        if split_of("words " + " ".join(chosen).lower()) is Split.TRAIN:
+            return chosen
+
+
 def copying(rng: Random, split: Split, effort: Effort, words: WordSource) -> Example:
     """One task on a list of words."""
     task = rng.choice(("repeat", "repeat", "reverse", "reverse", "count", "count", "pick"))
-    chosen = words_of(rng, split, words, least=1 if task in ("repeat", "count") else 2)
+    if split is Split.TRAIN and rng.random() < DRILLS:
+        task = rng.choice(("repeat", "repeat", "repeat", "reverse"))
+        numbered_too = task == "reverse" or effort is Effort.HIGH  # the thought is longer than the answer
+        chosen = drill_of(rng, words, 14 if numbered_too else LONGEST_DRILL)
+    else:
+        chosen = words_of(rng, split, words, least=1 if task in ("repeat", "count") else 2)
     position = rng.randrange(min(len(chosen), len(ORDINALS)))
     phrasing = pick(rng, LAYOUTS[task], split)
     separator = ", " if rng.random() < 0.12 and task != "repeat" else " "

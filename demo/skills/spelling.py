@@ -15,6 +15,8 @@ from antiphon.demo.skills.functions import CITIES, NOUNS
 from antiphon.demo.words import WordSource
 
 FORMS = {task: phrases(f"spelling_{task}") for task in ("underscores", "dots", "list", "words", "capitals")}
+DRILLS = 0.4
+"""Share of the training's lists that are long, so that each word's spellings are met often."""
 LEADS = {
     "underscores": "The user wants underscores between the words.",
     "dots": "The user wants dots between the words.",
@@ -52,12 +54,17 @@ def any_word(rng: Random, words: WordSource, task: str) -> str:
 def spelling(rng: Random, split: Split, effort: Effort, words: WordSource) -> Example:
     """One to five words to be written otherwise."""
     task = rng.choice(("underscores", "dots", "list", "list", "words", "capitals"))
+    drill = split is Split.TRAIN and rng.random() < DRILLS
     while True:
-        chosen = [any_word(rng, words, task) for _ in range(rng.randint(2, 5))]
+        chosen = [
+            any_word(rng, words, task) for _ in range(rng.randint(6, 24) if drill else rng.randint(2, 5))
+        ]
         if split_of("spelling " + " ".join(chosen).lower()) is split:
             break
     phrasing = pick(rng, FORMS[task], split)
-    given = rng.choice("_.").join(chosen) if task == "words" else " ".join(chosen)
+    given = " ".join(chosen)
+    if task == "words":
+        given = json.dumps(chosen) if drill and rng.random() < 0.5 else rng.choice("_.").join(chosen)
     expected = written(task, chosen)
     check = "I keep every letter of the words and their order."
     thought = by_effort(effort, "I only change the spelling.", LEADS[task], check)

@@ -19,7 +19,7 @@ from antiphon.demo.cached_checkpoint import default_cache_dir, ensure_demo_check
 from antiphon.demo.expand import expand
 from antiphon.demo.generate import generate
 from antiphon.demo.network import Packing, TinyGptOss, placement
-from antiphon.demo.packed import load_weights, read_packed, shipped_weights, write_packed
+from antiphon.demo.packed import load_weights, read_packed, shipped_weights, start_from, write_packed
 from antiphon.demo.shape import TINY
 from antiphon.demo.vocabulary import Vocabulary
 from antiphon.demo.words import WordSource
@@ -86,6 +86,33 @@ def test_packing_a_packed_model_changes_nothing(model: TinyGptOss, packed: Path)
     for name, tensor in shipped_weights(again).items():
         if not name.endswith(("blocks", "scales")):
             assert torch.equal(tensor, read_packed(packed).weights[name]), name
+
+
+def test_training_goes_on_from_a_packed_model_with_more_rows(model: TinyGptOss, packed: Path) -> None:
+    more = tuple(sorted({*TOKEN_IDS, 1, 2, 100_000}))
+    wider = TinyGptOss(SMALL, len(more), SMALL.vocab_size - len(more))
+    before = wider.embedding.detach().clone()
+    assert start_from(wider, read_packed(packed), more) == len(TOKEN_IDS)
+    for row, token in enumerate(more):
+        if token in TOKEN_IDS:
+            trained = model.embedding[TOKEN_IDS.index(token)].bfloat16().float()
+            assert torch.equal(wider.embedding[row], trained)
+        else:
+            assert torch.equal(wider.embedding[row], before[row])
+    assert all(parameter.requires_grad for parameter in wider.parameters())
+    written = shipped_weights(wider)
+    for name, tensor in read_packed(packed).weights.items():
+        if name != "embedding.weight" and not name.endswith(("blocks", "scales")):
+            assert torch.equal(tensor, written[name]), name
+
+
+def test_going_on_with_fewer_rows_or_another_shape_is_refused(packed: Path) -> None:
+    fewer = TinyGptOss(SMALL, len(TOKEN_IDS) - 1, SMALL.vocab_size - len(TOKEN_IDS) + 1)
+    with pytest.raises(CheckpointError, match="1 tokens of the packed model are not kept"):
+        start_from(fewer, read_packed(packed), TOKEN_IDS[1:])
+    shape = dataclasses.replace(SMALL, num_experts=4)
+    with pytest.raises(CheckpointError, match="another shape"):
+        start_from(TinyGptOss(shape, len(TOKEN_IDS), 1), read_packed(packed), TOKEN_IDS)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
