@@ -28,7 +28,8 @@ class ModelConfig(Section):
     """Which checkpoint is served and how it is held."""
 
     path: str
-    """Folder of a checkpoint, or a Hugging Face hub id such as ``openai/gpt-oss-20b``."""
+    """Folder of a checkpoint, a hub id such as ``openai/gpt-oss-20b``, or ``gpt-oss-tiny``, which ships with
+    the project."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
     served_name: str | None = None
