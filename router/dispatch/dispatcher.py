@@ -145,8 +145,7 @@ class Dispatcher:
                 return
         elif generation.state is not GenerationState.RESERVING:
             return
-        computed = message.ticket is None and message.cached_tokens + 1 < len(generation.prompt_token_ids)
-        generation.timings.pages_reserved(time.monotonic(), computed_by_decode=computed)
+        generation.timings.pages_reserved(time.monotonic(), computed_by_decode=message.computes_prompt)
         if generation.decode_cached_tokens is None:
             generation.decode_cached_tokens = message.cached_tokens
         generation.refused_by.clear()
