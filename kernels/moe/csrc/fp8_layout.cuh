@@ -5,7 +5,7 @@
 // delivers a swizzled operand and no tensor map is needed.
 #pragma once
 
-#include <cstdint>
+#include "hopper.cuh"
 
 namespace antiphon::fp8 {
 

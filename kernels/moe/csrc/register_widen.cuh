@@ -8,6 +8,7 @@
 
 #include <cuda_fp8.h>
 
+#include <cmath>
 #include <cstdint>
 
 namespace antiphon::mixed {

@@ -491,12 +491,14 @@ inline void wgmma_e4m3_registers(float* d, const uint32_t* a, uint64_t b, int ac
   for (int j = 0; j < N / 8; ++j) {
     for (int c = 0; c < 2; ++c) {
       const int n = 8 * j + 2 * t + c;
-      float upper = 0.0f, lower = 0.0f;
+      float x[32], upper = 0.0f, lower = 0.0f;
+      for (int half = 0; half < 2; ++half) {
+        const uint8_t* chunk = rows + n * 128 + ((offset / 16 + half) ^ (n % 8)) * 16;
+        for (int k = 0; k < 16; ++k) x[half * 16 + k] = on_host::e4m3(chunk[k]);
+      }
       for (int k = 0; k < 32; ++k) {
-        const uint32_t byte = offset + k;
-        const float x = on_host::e4m3(rows[n * 128 + ((byte / 16) ^ (n % 8)) * 16 + byte % 16]);
-        upper += weights[0][k] * x;
-        lower += weights[1][k] * x;
+        upper += weights[0][k] * x[k];
+        lower += weights[1][k] * x[k];
       }
       d[4 * j + c] = (accumulate ? d[4 * j + c] : 0.0f) + upper;
       d[4 * j + c + 2] = (accumulate ? d[4 * j + c + 2] : 0.0f) + lower;

@@ -1,0 +1,106 @@
+"""The MoE of a chunk, thread by thread on the host, against the plain op in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.kernels import reference
+from antiphon.kernels.moe.mixed import ROW_BYTES, RowExponents
+from antiphon.kernels.moe.streamed import DIM, StreamedExperts
+from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
+
+EXPERTS, BLOCKS, BOUND = 3, 3, 4e-2
+SOURCES = ["mixed_gemm.cu", "mixed_quantise.cu", "fp8_route.cu"]
+
+
+@pytest.fixture(scope="module")
+def library(compile_for_host: Callable[..., Any]) -> Any:
+    return compile_for_host([f"moe/csrc/{name}" for name in SOURCES])
+
+
+class Layer:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+
+        def matrix(rows: int) -> ExpertMatrix:
+            blocks = torch.randint(0, 256, (EXPERTS, rows, 90, 16), dtype=torch.uint8)
+            return ExpertMatrix(blocks, torch.randint(116, 121, (EXPERTS, rows, 90), dtype=torch.uint8))
+
+        self.gate_up, self.down = matrix(2 * DIM), matrix(DIM)
+        self.gate_up_bias = torch.randn(EXPERTS, 2 * DIM).bfloat16()
+        self.down_bias = torch.randn(EXPERTS, DIM).bfloat16()
+        self.streamed = StreamedExperts.from_checkpoint(
+            self.gate_up, self.gate_up_bias, self.down, self.down_bias
+        )
+        self.exponents = RowExponents.from_checkpoint(self.gate_up, self.down)
+
+    def plain(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return reference.moe(
+            *(x.float(), ids, weights.float(), dequantize_mxfp4(self.gate_up), self.gate_up_bias.float()),
+            *(dequantize_mxfp4(self.down), self.down_bias.float()),
+        )
+
+
+@pytest.fixture(scope="module")
+def layer() -> Layer:
+    return Layer()
+
+
+def run(library: Any, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, tile: int) -> Tensor:
+    """[T, 2880] float32: what the weighted rows add up to."""
+    tokens, pairs = x.shape[0], ids.numel()
+    most = pairs // tile + EXPERTS
+    rank, slots = (torch.full((pairs,), -(2**30), dtype=torch.int32) for _ in range(2))
+    counts, first_tile = (torch.full((EXPERTS,), -(2**30), dtype=torch.int32) for _ in range(2))
+    tiles = torch.full((most, 4), -(2**30), dtype=torch.int32)
+    tile_count, ticket = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+    activations, hidden = (torch.full((most * tile * ROW_BYTES,), 0x7F, dtype=torch.uint8) for _ in range(2))
+    token_scale, row_weight = (torch.full((most * tile,), float("nan")) for _ in range(2))
+    rows = torch.full((most * tile, DIM), float("nan")).bfloat16()
+    library.call(
+        "moe_fp8_rank",
+        *(ids, rank, counts, first_tile, tiles, tile_count, ticket, pairs, 0, EXPERTS, tile),
+    )
+    library.call(
+        "moe_mixed_quantise",
+        *(x, ids, weights, rank, first_tile, activations, token_scale, row_weight, slots),
+        *(tokens, 0, EXPERTS, tile),
+    )
+    streamed, tops = layer.streamed, layer.exponents
+    library.call(
+        "moe_mixed_gate_up",
+        *(activations, streamed.gate_up, tops.gate_up, streamed.gate_up_bias, tiles, tile_count),
+        *(token_scale, hidden, tile, BLOCKS),
+    )
+    library.call(
+        "moe_mixed_down",
+        *(hidden, streamed.down, tops.down, streamed.down_bias, tiles, tile_count, row_weight, rows),
+        *(tile, BLOCKS),
+    )
+    assert int(tile_count) == sum(-(-int(count) // tile) for count in counts)
+    placed = slots.reshape(tokens, 4).long()
+    return torch.where((placed >= 0)[..., None], rows[placed].float(), 0.0).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("tile", "ids"),
+    [
+        (32, [[0, 1, -1, -1], [1, -1, -1, -1], [-1, -1, -1, -1], [1, 0, -1, -1]]),
+        (192, [[-1, 1, -1, -1], [1, -1, -1, -1], [-1, -1, -1, -1]]),  # one expert: its products are many
+    ],
+)
+def test_few_and_many_tokens_an_expert(library: Any, layer: Layer, tile: int, ids: list[list[int]]) -> None:
+    torch.manual_seed(tile)
+    chosen = torch.tensor(ids)
+    x = torch.randn(len(ids), DIM).bfloat16()
+    weights = torch.softmax(torch.randn(len(ids), 4), -1).bfloat16()
+    out = run(library, layer, x, chosen, weights, tile)
+    held = torch.where(chosen < 0, 2, chosen)  # expert 2 gets nothing, so nothing is what it adds
+    expected = layer.plain(x, held, torch.where(chosen < 0, 0.0, weights.float()))
+    assert float((out - expected).norm() / expected.norm()) <= BOUND
+    assert not out[2].any()
