@@ -179,6 +179,9 @@ class KvEndpoint:
         """See RankKv."""
         kv = self._peers.pop(peer, None)
         self._slots.pop(peer, None)
+        sender = self._sender
+        if sender is not None:
+            self._transfer.run(lambda transport: sender.forget(peer))
         for name in sorted(kv.agent_names) if kv is not None else ():
             self._transfer.disconnect(name)
         return _done()

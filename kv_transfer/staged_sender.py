@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from antiphon.kv_transfer.handshake import PeerKv, RankPages
 from antiphon.kv_transfer.plan import GroupLayout, Shard
-from antiphon.kv_transfer.ranks import Shipped
+from antiphon.kv_transfer.ranks import PeerLife, Shipped
 from antiphon.kv_transfer.staging import (
     Segment,
     Share,
@@ -37,8 +38,9 @@ Landing = tuple[str, int, WriteKey, int]
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """One order under way."""
+    """One order under way to one life of a peer."""
 
+    peer: PeerLife
     order: ShipOrder
     done: Callable[[TransferError | None], None]
     left: int
@@ -59,13 +61,6 @@ class _Staged:
     parts: int
     slot: int = -1
     payload: bytes = b""
-
-
-@dataclass(slots=True)
-class _Slots:
-    """The slots of one life of a peer, by destination rank."""
-
-    free: dict[int, deque[int]] = field(default_factory=dict)
 
 
 class StagedSender:
@@ -95,7 +90,8 @@ class StagedSender:
         self._slot_bytes = region.page_bytes
         self._span = Memory(region.address, region.pages * region.page_bytes, region.memory, region.device)
         self._own_free: deque[int] = deque(range(region.pages))
-        self._slots: dict[tuple[str, int], _Slots] = {}
+        self._free: dict[tuple[PeerLife, int], deque[int]] = {}
+        """By life and rank of a peer: the slots there that nothing is in."""
         self._queue: deque[_Staged] = deque()
         self._landing: dict[Landing, _Staged] = {}
 
@@ -107,29 +103,32 @@ class StagedSender:
         key = WriteKey(self._shard.rank, order.chunk, order.layer_group)
         identity = order.request_id, order.attempt, self._epoch, order.decode_epoch
         notification = encode(WriteDone(*identity, key))
+        size = 0
+
+        def done(error: TransferError | None) -> None:
+            if error is not None:
+                shipped.set_exception(error)
+            else:
+                shipped.set_result(Shipped(notification, size))
 
         def begin() -> None:
+            nonlocal size
             try:
-                staged = self._cut(peer, slots, order)
+                segments = self._cut(peer, order)
             except TransferError as error:
                 shipped.set_exception(error)
                 return
-            size = sum(each.segment.size_bytes for each in staged)
-
-            def done(error: TransferError | None) -> None:
-                if error is not None:
-                    shipped.set_exception(error)
-                else:
-                    shipped.set_result(Shipped(notification, size))
-
-            if not staged:  # the peer has the pages, or other ranks send them
+            size = sum(segment.size_bytes for _, _, segment in segments)
+            if not segments:  # the peer has the pages, or other ranks send them
                 lead = peer.ranks[0].agent_name
                 self._transfer.notify(lead, notification, lambda outcome: done(outcome.error))
                 return
-            load = _Load(order, done, len(staged))
-            for each in staged:
-                each.load = load
-            self._queue += staged
+            life = PeerLife(peer.worker_id, peer.epoch)
+            load = _Load(life, order, done, len(segments))
+            for part, (rank, share, segment) in enumerate(segments):
+                every = range(slots.first, slots.first + slots.count)
+                free = self._free.setdefault((life, rank.shard.rank), deque(every))
+                self._queue.append(_Staged(load, rank, share, segment, free, part, len(segments)))
             self._pump()
 
         self._transfer.when(source_ready, begin, shipped.set_exception)
@@ -149,36 +148,45 @@ class StagedSender:
             if (name, number) == (request_id, attempt) and key in keys:
                 self._transfer.notify(staged.rank.agent_name, staged.payload, lambda outcome: None)
 
-    def _cut(self, peer: PeerKv, slots: SlotRange, order: ShipOrder) -> list[_Staged]:
+    def forget(self, peer: PeerLife) -> None:
+        """This life of a peer is over: nobody will say what became of its segments, and nobody asks."""
+        gone = TransferError("transfer", f"{peer.worker_id} is gone")
+        queued = [staged for staged in self._queue if staged.load.peer == peer]
+        self._queue = deque(staged for staged in self._queue if staged.load.peer != peer)
+        landing = {key: staged for key, staged in self._landing.items() if staged.load.peer == peer}
+        for key in landing:
+            del self._landing[key]
+            self._transfer.expect(-1)
+        for rank in [rank for rank in self._free if rank[0] == peer]:
+            del self._free[rank]
+        for staged in (*queued, *landing.values()):
+            self._ended(staged, gone)
+
+    def _cut(self, peer: PeerKv, order: ShipOrder) -> list[tuple[RankPages, Share, Segment]]:
         """All segments of an order, for every rank of the peer."""
-        free = self._slots.setdefault((peer.worker_id, peer.epoch), _Slots()).free
         found = []
         for rank in peer.ranks:
             share = share_of(self._layouts["full"], self._shard, rank.shard)
-            if share is None or rank.staging is None:
-                continue
-            room = min(share_bytes(rank.slot_bytes, share), self._slot_bytes)
-            theirs = free.setdefault(rank.shard.rank, deque(range(slots.first, slots.first + slots.count)))
-            for segment in segments_of(order, self._layouts, self._layer_groups, share, room):
-                found.append((rank, share, segment, theirs))
-        nothing = _Load(order, lambda error: None, 0)
-        return [_Staged(nothing, *each, part, len(found)) for part, each in enumerate(found)]
+            if share is not None:
+                room = min(share_bytes(rank.slot_bytes, share), self._slot_bytes)
+                segments = segments_of(order, self._layouts, self._layer_groups, share, room)
+                found += [(rank, share, segment) for segment in segments]
+        return found
 
     def _pump(self) -> None:
-        """Gather what there are slots for, oldest first."""
-        while self._queue and self._own_free and self._queue[0].free:
-            staged = self._queue.popleft()
+        """Gather what there are slots for, oldest first; a peer that frees none holds up nobody else."""
+        while self._own_free:
+            staged = next((each for each in self._queue if each.free), None)
+            if staged is None:
+                return
+            self._queue.remove(staged)
             own, staged.slot = self._own_free.popleft(), staged.free.popleft()
             group = staged.load.order.layer_group
             blocks = blocks_of(
                 staged.segment.source, self._layouts, group, self._layer_groups, staged.share.mine
             )
             gathered = self._memory.gather(own * self._slot_bytes, blocks)
-            self._transfer.when(
-                gathered,
-                lambda staged=staged, own=own: self._write(staged, own),  # type: ignore[misc]
-                lambda error, staged=staged: self._ended(staged, error),  # type: ignore[misc]
-            )
+            self._transfer.when(gathered, partial(self._write, staged, own), partial(self._ended, staged))
 
     def _write(self, staged: _Staged, own: int) -> None:
         order, rank = staged.load.order, staged.rank

@@ -279,6 +279,17 @@ def test_nothing_of_a_dropped_writer_is_spread(ends: Ends) -> None:
     assert not ends.target.heard
 
 
+def test_a_peer_that_is_gone_leaves_nothing_under_way(ends: Ends) -> None:
+    ends.target.endpoint.drop_writer(frozenset({ends.source.memory.agent_name})).result(5)
+    shipped = [ends.ship(0), ends.ship(1)]  # more than there are slots: some wait, some are never answered
+    time.sleep(0.2)
+    assert not any(each.done() for each in shipped)
+    ends.source.endpoint.disconnect(ends.target.life).result(5)
+    for each in shipped:
+        with pytest.raises(TransferError, match=r"d is gone|not connected"):
+            each.result(5)
+
+
 def test_sources_are_waited_for(ends: Ends) -> None:
     ready = threading.Event()
     ends.source.fences.record(StepMark(1, 0), ready.is_set)
