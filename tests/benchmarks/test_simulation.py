@@ -122,3 +122,13 @@ def test_step_times_are_those_of_the_cost_model() -> None:
         assert step_s(batch, batch * context) == pytest.approx(
             model.decode_step_s(layout, batch, context), rel=1e-6
         )
+
+
+def test_thousands_of_gpus_are_simulated_request_by_request() -> None:
+    model = build("gpt-oss-120b", [])
+    plan = plans(model, Targets(1.0, 0.03, 8000, 300, 10_000.0))[0]
+    assert plan.gpus > 2000
+    checked = check(model, plan, scenarios=SCENARIOS[1:2], duration_s=6.0, warmup_s=3.0)[0]
+    assert checked.outcome.requests == pytest.approx(10_000 * 3, rel=0.05)
+    assert checked.outcome.prefill_utilisation == pytest.approx(plan.prefill.utilisation, rel=0.2)
+    assert checked.holds
