@@ -13,7 +13,7 @@ from antiphon.cluster.cli_bench import bench_app
 from antiphon.cluster.cli_eval import eval_command
 from antiphon.cluster.cli_operate import roll, scale, status
 from antiphon.cluster.cli_plan import plan
-from antiphon.protocol.errors import AntiphonError, ConfigError
+from antiphon.protocol.errors import AntiphonError
 
 app = typer.Typer(
     name="antiphon",
@@ -206,21 +206,13 @@ def kernels_build(
     models: Annotated[
         str, typer.Option(help="Presets whose Triton kernels are compiled; empty leaves them to the workers.")
     ] = "gpt-oss-20b,gpt-oss-120b",
-    tensor_parallel: Annotated[str, typer.Option(help="Ranks of a worker, comma-separated.")] = "1",
     page_size: Annotated[int, typer.Option(min=16, help="Positions of a KV page.")] = 64,
     max_batch_size: Annotated[int, typer.Option(min=1, help="Sequences decoded together, at most.")] = 128,
 ) -> None:
     """Compile every kernel for sm_90a ahead of time; needs nvcc and a C compiler, but no GPU."""
     from antiphon.cluster.cli_kernels import build_kernels
 
-    ranks = [_whole(each, "tensor-parallel") for each in tensor_parallel.split(",")]
-    build_kernels(out, [name for name in models.split(",") if name], ranks, page_size, max_batch_size)
-
-
-def _whole(text: str, option: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--{option} {text!r}: not positive numbers")
-    return int(text)
+    build_kernels(out, [name for name in models.split(",") if name], page_size, max_batch_size)
 
 
 if __name__ == "__main__":

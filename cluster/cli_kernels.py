@@ -17,13 +17,7 @@ LIBRARIES: tuple[CudaLibrary, ...] = (skinny.LIBRARY, moe.LIBRARY, prefill_hoppe
 """Every library that a worker on an H200 loads."""
 
 
-def build_kernels(
-    folder: Path | None,
-    models: Sequence[str],
-    tensor_parallel: Sequence[int],
-    page_size: int,
-    max_batch_size: int,
-) -> None:
+def build_kernels(folder: Path | None, models: Sequence[str], page_size: int, max_batch_size: int) -> None:
     """Build what is missing; prints each library's path and how many Triton kernels were compiled.
 
     Args:
@@ -39,14 +33,12 @@ def build_kernels(
         for library in LIBRARIES:
             print(library.build())
         if models:
-            _build_triton(models, tensor_parallel, page_size, max_batch_size)
+            _build_triton(models, page_size, max_batch_size)
     except KernelLibraryError as error:
         raise AntiphonError(str(error)) from error
 
 
-def _build_triton(
-    models: Sequence[str], tensor_parallel: Sequence[int], page_size: int, max_batch_size: int
-) -> None:
+def _build_triton(models: Sequence[str], page_size: int, max_batch_size: int) -> None:
     from antiphon.kernels.ahead import build_driver_module, compile_only, triton_folder
     from antiphon.model.ahead import launch_all
     from antiphon.model.config import preset
@@ -55,8 +47,6 @@ def _build_triton(
     print(build_driver_module(target))
     with compile_only(target) as compiled:
         for model in models:
-            for ranks in tensor_parallel:
-                before = len(compiled)
-                sizes = {"max_batch_size": max_batch_size, "tensor_parallel": ranks}
-                launch_all(preset(model), "cpu", page_size=page_size, **sizes)
-                print(f"{target}: {len(compiled) - before} kernels for {model} over {ranks} ranks")
+            before = len(compiled)
+            launch_all(preset(model), "cpu", page_size=page_size, max_batch_size=max_batch_size)
+            print(f"{target}: {len(compiled) - before} kernels for {model}")

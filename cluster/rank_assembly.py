@@ -114,12 +114,17 @@ def require_built_kernels(checkpoint: Path, mine: WorkerConfig, device: torch.de
 
     Raises:
         KernelLibraryError: one was not built.
+        ConfigError: the worker has several ranks.
     """
+    if mine.tensor_parallel > 1:
+        raise ConfigError(
+            f"kernels.require_built with tensor_parallel {mine.tensor_parallel}: only the kernels of workers "
+            "of one rank are built ahead so far"
+        )
     from antiphon.model.ahead import require_built  # loads Triton
 
-    sizes = {"max_batch_size": mine.max_batch_size, "tensor_parallel": mine.tensor_parallel}
-    page_size = mine.kv_cache.page_size_tokens
-    require_built(open_checkpoint(checkpoint).config, device, page_size=page_size, **sizes)
+    config, page_size = open_checkpoint(checkpoint).config, mine.kv_cache.page_size_tokens
+    require_built(config, device, page_size=page_size, max_batch_size=mine.max_batch_size)
 
 
 class LeaderFollowers:

@@ -30,18 +30,14 @@ def launch_all(
     *,
     page_size: int,
     max_batch_size: int,
-    tensor_parallel: int = 1,
 ) -> None:
-    """Launch each kernel as a worker does; within ``compile_only``, on any device.
+    """Launch each kernel as a worker of one rank does; within ``compile_only``, on any device.
 
     Args:
         page_size: positions of a page.
         max_batch_size: sequences decoded together, at most.
-        tensor_parallel: ranks that share the heads.
     """
-    heads = config.num_attention_heads // tensor_parallel
-    kv_heads = config.num_key_value_heads // tensor_parallel
-    width = config.head_dim
+    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -73,7 +69,6 @@ def require_built(
     *,
     page_size: int,
     max_batch_size: int,
-    tensor_parallel: int = 1,
 ) -> None:
     """Load every Triton kernel of a worker now, and forbid this process to compile any, now or later.
 
@@ -86,10 +81,9 @@ def require_built(
             f"kernels.require_built: only the Hopper kernels are built ahead, and {obstacle}"
         )
     load_only()
-    sizes = {"max_batch_size": max_batch_size, "tensor_parallel": tensor_parallel}
     try:
         with without_launches():
-            launch_all(config, device, page_size=page_size, **sizes)
+            launch_all(config, device, page_size=page_size, max_batch_size=max_batch_size)
     except PermissionError as error:  # the folder of a kernel that is not there cannot be made
         raise KernelLibraryError(f"a Triton kernel was not built into {triton_folder()}: {error}") from error
 

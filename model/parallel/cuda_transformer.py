@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels import reference
+from antiphon.kernels.attention import prefill_hopper
 from antiphon.kernels.attention.decode import DecodeAttention
 from antiphon.kernels.attention.prefill import prefill_attention
+from antiphon.kernels.attention.prefill_hopper import hopper_prefill_attention
 from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write, rotation_table
 from antiphon.kernels.reference import PagedSequences
@@ -89,6 +91,9 @@ class CudaRankTransformer:
         self.shape = layout.shape(config)
         self._communicator = communicator
         self._row_reduce = row_reduce
+        self._on_hopper = device.type == "cuda" and hopper_obstacle(config, device) is None
+        if self._on_hopper:
+            prefill_hopper.LIBRARY.load()
         tensors = collect_parameters(parameters, device, not with_unembedding, dtype)
         self._embedding = tensors.pop("embedding.weight")
         self._norm = tensors.pop("norm.scale")
@@ -112,8 +117,7 @@ class CudaRankTransformer:
         self._decode_attention: dict[int, DecodeAttention] = {}
 
     def _make_experts(self, resident_fp8: bool) -> RankExperts:
-        on_hopper = self.device.type == "cuda" and hopper_obstacle(self.config, self.device) is None
-        if on_hopper and self.layout.expert_parallel:
+        if self._on_hopper and self.layout.expert_parallel:
             return HopperRankExperts(self.config, self.shape.experts, self.device, resident_fp8)
         return PortableRankExperts(self.config, self.shape.experts)
 
@@ -218,7 +222,9 @@ class CudaRankTransformer:
         sequence_count = sequences.kv_len.shape[0]
         if tokens != sequence_count:
             longest = tokens - sequence_count + 1  # every sequence has at least one query token
-            return prefill_attention(query, kv_layer, sequences, weights.sinks, window, scale, longest)
+            fast = self._on_hopper and kv_layer.shape[3] == prefill_hopper.PAGE
+            attend = hopper_prefill_attention if fast else prefill_attention
+            return attend(query, kv_layer, sequences, weights.sinks, window, scale, longest)
         kernel = self._decode_kernel(tokens)
         out = torch.empty_like(query)
         if window is None:
