@@ -174,7 +174,8 @@ def test_top_shows_the_deployment(observed: Observed) -> None:
 
     def load() -> None:
         while not stop.is_set():
-            observed.chat("word " * 50, max_completion_tokens=16)
+            # Never the same beginning twice: what a cache has is not transferred.
+            observed.chat(f"{time.monotonic()} " + "word " * 200, max_completion_tokens=16)
 
     thread = threading.Thread(target=load)
     thread.start()

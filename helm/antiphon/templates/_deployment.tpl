@@ -56,6 +56,10 @@ autoscale:
   {{- toYaml .Values.autoscaling.config | nindent 2 }}
 log:
   level: {{ .Values.log.level }}
+{{- if or (eq .Values.prefill.device "cuda") (eq .Values.decode.device "cuda") }}
+kernels:
+  require_built: {{ .Values.kernels.requireBuilt }}
+{{- end }}
 metrics:
   host: 0.0.0.0
   supervisor_port: {{ include "antiphon.port" "supervisor" }}
