@@ -125,8 +125,13 @@ class OutputGrammar:
         self._state: GrammarState | None = None
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the compiler is done, well or not."""
+        return self._state is not None or self._compiling.done()
+
+    @property
     def state(self) -> GrammarState:
-        """Where the output stands. The first call waits for the compiler, if that is not done yet.
+        """Where the output stands. Waits for the compiler unless ``is_ready``.
 
         Raises:
             GrammarError: the grammar cannot be compiled, or an earlier attempt's output does not fit it.

@@ -64,7 +64,14 @@ class ReleaseQuarantined:
     attempt: int
 
 
-Command = Submit | Abort | KvReady | KvLost | Release | ReleaseQuarantined
+@dataclass(frozen=True, slots=True)
+class GrammarCompiled:
+    """The grammar of a request is ready, or will never be: its sequence may be planned."""
+
+    request_id: str
+
+
+Command = Submit | Abort | KvReady | KvLost | Release | ReleaseQuarantined | GrammarCompiled
 
 
 def check_request(request: EngineRequest, settings: EngineSettings) -> None:
@@ -170,7 +177,9 @@ class Inbox:
             self._arrivals += 1
             self._append(Submit(request, self._arrivals, now_s, grammar))
 
-    def give(self, command: Abort | KvReady | KvLost | Release | ReleaseQuarantined) -> None:
+    def give(
+        self, command: Abort | KvReady | KvLost | Release | ReleaseQuarantined | GrammarCompiled
+    ) -> None:
         """Append any other command."""
         with self._changed:
             live = self._live.get(command.request_id)

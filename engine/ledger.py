@@ -62,6 +62,8 @@ class Ledger:
             self._counters["stale"] += not found
             self._inbox.unfence(command.request_id, command.attempt)
             return []
+        if isinstance(command, intake.GrammarCompiled):
+            return []  # it only wakes an engine that rests
         sequence = self._sequences.get(command.request_id)
         if isinstance(command, intake.Abort):
             if sequence is None or sequence.request.attempt > command.attempt_limit:

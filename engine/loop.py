@@ -230,14 +230,17 @@ class EngineLoop:
                 now (queue full: ``retryable``).
         """
         intake.check_request(request, self.settings)
-        grammar = None
-        if request.grammar is not None:
-            if self._grammars is None:
-                raise RequestRejected(
-                    request.request_id, "this engine has no vocabulary to follow a grammar by"
-                )
-            grammar = OutputGrammar(self._grammars.compile(request.grammar), request.output_token_ids)
+        if request.grammar is None:
+            self._inbox.submit(request, self._clock())
+            return
+        if self._grammars is None:
+            reason = "this engine has no vocabulary to follow a grammar by"
+            raise RequestRejected(request.request_id, reason)
+        compiling = self._grammars.compile(request.grammar)
+        grammar = OutputGrammar(compiling, request.output_token_ids)
         self._inbox.submit(request, self._clock(), grammar)
+        compiled = intake.GrammarCompiled(request.request_id)
+        compiling.add_done_callback(lambda _: self._inbox.give(compiled))
 
     def abort(self, request_id: str, attempt_limit: int, *, writer_granted: bool = False) -> None:
         """End the request if it was submitted with an attempt up to ``attempt_limit``; else nothing happens.

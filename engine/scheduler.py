@@ -200,6 +200,8 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------- planning
 
     def _plan_decode(self, plan: StepPlan, sequence: Sequence) -> None:
+        if not sequence.may_sample:
+            return
         end = len(sequence.token_ids)
         if sequence.pending_tokens:
             end += sequence.pending_tokens
@@ -280,7 +282,10 @@ class Scheduler:
         """Admit the head of the queue if everything it needs is there."""
         if self.count(*_COMPUTING, SequenceStatus.RESERVED) >= self._settings.max_batch_size:
             return False
-        sequence = self._queue[0]
+        # Whoever waits for a compiler is not at the head of anything.
+        sequence = next((waiting for waiting in self._queue if waiting.may_start), None)
+        if sequence is None:
+            return False
         hit = self._pages.find_hit(sequence)
         if sequence.kind is RequestKind.REMOTE_KV:
             admitted = self._admit_remote(plan, sequence, hit)
@@ -301,7 +306,7 @@ class Scheduler:
             return False
         self._pages.admit(sequence, hit, 0)
         self._activate(sequence, SequenceStatus.RUNNING if complete else SequenceStatus.RESERVED)
-        if complete:
+        if complete and sequence.may_sample:
             plan.work.append(Work(sequence, sequence.kv_target, 1, samples=True))
         return True
 

@@ -188,6 +188,16 @@ class Sequence:
         return self.request.kind
 
     @property
+    def may_sample(self) -> bool:
+        """Whether what its next token must be is known: a grammar takes a moment to compile."""
+        return self.grammar is None or self.grammar.is_ready
+
+    @property
+    def may_start(self) -> bool:
+        """Whether it may hold pages: the KV of a peer can come while its grammar is compiled."""
+        return self.kind is RequestKind.REMOTE_KV or self.may_sample
+
+    @property
     def output(self) -> OutputTokens:
         """Output tokens so far, those of earlier attempts included; grows with the sequence."""
         return OutputTokens(self.token_ids, self.prompt_tokens)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from antiphon.engine.grammar import GrammarState, OutputGrammar, step_masks
-from antiphon.engine.grammar_compiler import GrammarCompiler, GrammarError
+from antiphon.engine.grammar_compiler import CompiledGrammar, GrammarCompiler, GrammarError
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.rejection import RequestRejected
 from antiphon.engine.requests import RequestKind
@@ -188,9 +190,20 @@ def run(kit: Any, mode: str, compiler: GrammarCompiler, *requests: Any, **change
     )
     for request in requests:
         loop.submit(request)
-    said = kit.run(loop)
+    said = kit.Transcript()
+    drive(loop, said, {request.request_id for request in requests})
     loop.check_pages()
     return said
+
+
+def drive(loop: EngineLoop, said: Any, names: set[str]) -> None:
+    """Step until these requests have ended; a grammar may take a moment to be compiled."""
+    for _ in range(2000):
+        if names <= said.finished.keys() and not loop.has_work():
+            return
+        loop.wait_for_work(10.0)
+        said.take(loop.step())
+    raise AssertionError(f"still busy: {loop.snapshot()}")
 
 
 def request(kit: Any, name: str, grammar: GrammarSpec | None, **more: Any) -> Any:
@@ -289,3 +302,53 @@ def test_refusals(kit: Any, compiler: GrammarCompiler, changes: Any, grammar: An
     prefill = kit.request("x", (1, 2), kind=RequestKind.PREFILL_ONLY)
     with pytest.raises(RequestRejected, match="samples nothing"):
         loop.submit(replace(prefill, grammar=SHORT))
+
+
+class SlowCompiler(GrammarCompiler):
+    """Compiles when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(PIECES, range(256, 261), encode)
+        self.go = threading.Event()
+
+    def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        """Wait first."""
+
+        def compile_later() -> CompiledGrammar:
+            assert self.go.wait(30)
+            return self._compile(spec)
+
+        return self._pool.submit(compile_later)
+
+
+@pytest.mark.parametrize("kind", [RequestKind.COLOCATED, RequestKind.REMOTE_KV], ids=str)
+def test_nobody_waits_for_the_compiler_but_its_request(kit: Any, mode: str, kind: RequestKind) -> None:
+    slow = SlowCompiler()
+    loop = engine(kit, mode, slow)
+    prompt = kit.prompt_of(20) if kind is RequestKind.COLOCATED else (7,)
+    bound = kit.request("bound", prompt, kind=kind, max_tokens=60, stop_token_ids=(STOP,), temperature=1.0)
+    loop.submit(replace(bound, grammar=SHORT))
+    loop.submit(request(kit, "free", None, stop_token_ids=(), max_tokens=30))
+    said = kit.Transcript()
+    drive(loop, said, {"free"})
+    assert "bound" not in said.tokens
+    assert not loop.wait_for_work(0.01)
+    slow.go.set()
+    drive(loop, said, {"bound"})
+    assert said.finished["bound"].reason is FinishReason.STOP
+    loop.check_pages()
+
+
+def test_an_end_before_the_compiler_is_done(kit: Any, mode: str) -> None:
+    slow = SlowCompiler()
+    loop = engine(kit, mode, slow)
+    loop.submit(request(kit, "bound", SHORT))
+    said = kit.Transcript()
+    said.take(loop.step())
+    loop.abort("bound", 1)
+    drive(loop, said, {"bound"})
+    slow.go.set()
+    loop.wait_for_work(10.0)
+    said.take(loop.step())
+    assert said.finished["bound"].reason is FinishReason.ABORT
+    loop.check_pages()
