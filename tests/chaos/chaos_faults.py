@@ -28,6 +28,8 @@ AIM_S = 4.0
 
 LONG_AIM_S = 10.0
 """The same for a state that requests rarely enter."""
+MOST_EXTRA = 40
+"""Faults after the plan, for states that were not hit."""
 RARE = ("sequence preempted", "receive stopping", "receive abandoned", "job ending", "request placing")
 
 PROVOKED = {
@@ -121,6 +123,33 @@ class Faults:
                     if progress() >= (index + 1) / len(plan):
                         break
                     await asyncio.sleep(0.1)
+        if scale >= 1:
+            await self._reach_every_state()
+
+    async def _reach_every_state(self) -> None:
+        """Shorter stops, aimed at the states that no fault has hit."""
+        for _ in range(MOST_EXTRA):
+            hit = {where for where, _ in self.record.hits}
+            missed = [(r, s) for r, states in TABLES.items() for s in states if f"{r}: {s}" not in hit]
+            if not missed:
+                return
+            role, state = self._rng.choice(missed)
+            running = [
+                m
+                for m in self._supervisor.members
+                if m.spec.role is role
+                and m.state is MemberState.RUNNING
+                and m.spec.worker_id not in self._busy
+            ]
+            if not running:
+                await asyncio.sleep(1.0)
+                continue
+            member = self._rng.choice(running)
+            self._busy.add(member.spec.worker_id)
+            try:
+                await self._hit(SHORT_STOP, member, state)
+            finally:
+                self._busy.discard(member.spec.worker_id)
 
     async def _strike(self, kind: str) -> None:
         if kind in (CUT, LONG_CUT):
@@ -148,9 +177,11 @@ class Faults:
                 return self._rng.choice(of_role)
             await asyncio.sleep(0.2)
 
-    async def _hit(self, kind: str, member: Member) -> None:
+    async def _hit(self, kind: str, member: Member, state: str | None = None) -> None:
+        """Strike as a request enters ``state``; absent, the one that was aimed at least so far."""
         name, role = member.spec.worker_id, member.spec.role
-        state = min(TABLES[role], key=lambda s: (self._aimed[role, s], self._rng.random()))
+        extra = state is not None
+        state = state or min(TABLES[role], key=lambda s: (self._aimed[role, s], self._rng.random()))
         self._aimed[role, state] += 1
         number = signal.SIGKILL if kind == KILL else signal.SIGSTOP
         if state in PROVOKED:
@@ -161,8 +192,11 @@ class Faults:
             await actor.arm(state, int(number))
         except Exception:  # another fault was faster
             return
-        aimed = await self._struck(process, LONG_AIM_S if state in RARE else AIM_S)
+        aimed = await self._struck(process, LONG_AIM_S if extra or state in RARE else AIM_S)
         began = self._now()
+        if extra and not aimed:
+            await self._disarm(name)
+            return
         if not aimed:
             _send(process.pid, number)
         if kind == LONG_STOP:
@@ -176,6 +210,12 @@ class Faults:
         if aimed:
             self.record.hits[f"{role}: {state}", kind] += 1
         self.record.struck.append(Struck(kind, name, state if aimed else None, began, self._now(), died))
+
+    async def _disarm(self, name: str) -> None:
+        try:
+            await self._actors[name].disarm()
+        except Exception:  # it is dead or stopped: the strike came after all
+            return
 
     async def _provoke(self, role: Role, state: str, number: signal.Signals) -> None:
         """A fault at a peer, which lasts while the one that it leads up to is under way."""

@@ -70,7 +70,7 @@ def configuration(checkpoint: Path) -> DeploymentConfig:
                 "chunk_tokens": 128,
                 "max_batch_size": 8,
                 "max_reservations_waiting": 4,
-                "kv_cache": {"page_size_tokens": 16, "full_pages": 80, "sliding_pages": 96},
+                "kv_cache": {"page_size_tokens": 16, "full_pages": 64, "sliding_pages": 96},
             },
             "transfer": {"lease_s": 5.0, "heartbeat_s": 0.5, "completion_timeout_s": 0.6},
             "log": {"level": "warning"},
