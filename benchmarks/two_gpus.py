@@ -50,7 +50,7 @@ def parts(out: Path) -> tuple[Part, ...]:
         Part("hand-off, pages directly", module("kv_handoff", *direct), 30),
         Part("hand-off, slots of 64 MiB", module("kv_handoff", *large), 25),
         Part("hand-off, slots of 8 MiB", module("kv_handoff", *small), 25),
-        Part("workers", module("worker_pair", "--out", str(out / "worker_pair.json")), 100),
+        Part("workers", module("worker_pair", "--out", str(out / "worker_pair.json")), 130),
         Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/model/test_parallel_nccl.py"), 60),
         Part("steps 120b", module("rank_steps", "--parts", "steps", "--model", "gpt-oss-120b", *quick), 90),
     )
