@@ -2,9 +2,9 @@
 
 Full layers split the keys of a sequence over several programs, and a second small kernel merges the parts (a
 merge by the last program to finish took 3 to 11 us longer at batch 1, since one warp then reads all parts).
-Sliding layers read at most ``window`` keys and need one program per sequence and kv head. The sink enters
-the online softmax as the starting maximum (weight 1 in the denominator) of the first split only, so it
-counts once for any number of splits.
+Sliding layers read at most ``window`` keys and need one program per sequence and kv head, all keys at once.
+The sink enters the online softmax as the starting maximum (weight 1 in the denominator) of the first split
+only, so it counts once for any number of splits.
 
 Measured facts behind the shape of these kernels: 16-row tiles with one warp per program and many programs
 win; the page-index load eats pipeline stages, so 5 stages mean two K/V buffers.
@@ -219,44 +219,37 @@ def _decode_sliding(
     DIM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One sequence and kv head; its window's keys at once, not page by page.
+
+    With PDL all but the newest are loaded before the launch ahead is over: they were there before it began.
+    """
     b = tl.program_id(0)
     g = tl.program_id(1)
     length = tl.load(len_ptr + b)
-    kv_base = kv_ptr + g * 2 * PAGE * DIM
-    table_row = table_ptr + b * table_stride
-    first_key = tl.maximum(length - WINDOW, 0)
-    first_page = first_key // PAGE
+    position = tl.maximum(length - WINDOW, 0) + tl.arange(0, WINDOW)
+    visible = position < length
+    page = tl.load(table_ptr + b * table_stride + position // PAGE, mask=visible, other=0).to(tl.int64)
+    row = page * page_stride + g * 2 * PAGE * DIM + position % PAGE * DIM
+    key_ptr = kv_ptr + row[:, None] + tl.arange(0, DIM)[None, :]
+    older = visible & (position + 1 < length) if PDL else visible
+    key = tl.load(key_ptr, mask=older[:, None], other=0.0)
+    value = tl.load(key_ptr + PAGE * DIM, mask=older[:, None], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        # All keys but the last were there before the launch ahead: they are on their way while it runs.
-        for j in tl.static_range(WINDOW // PAGE + 1):
-            if (first_page + j) * PAGE < length:
-                _prefetch_page(kv_base, tl.load(table_row + first_page + j), page_stride, PAGE, DIM)
         tl.extra.cuda.gdc_wait()
+        newest = (position + 1 == length)[:, None]
+        key = tl.where(newest, tl.load(key_ptr, mask=newest, other=0.0), key)
+        value = tl.where(newest, tl.load(key_ptr + PAGE * DIM, mask=newest, other=0.0), value)
     query, at, rows = _load_query(q_ptr, b, g, sm_scale_log2, HEADS, GROUP, DIM)
     sink = (
         tl.load(sink_ptr + g * GROUP + rows, mask=rows < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
     )
-    m = sink
-    total = tl.full([16], 1.0, tl.float32)
-    acc = tl.zeros([16, DIM], tl.float32)
-    for j in tl.static_range(WINDOW // PAGE + 1):
-        if (first_page + j) * PAGE < length:
-            m, total, acc = _attend_page_masked(
-                query,
-                kv_base,
-                table_row,
-                first_page + j,
-                first_key,
-                length,
-                m,
-                total,
-                acc,
-                page_stride,
-                PAGE,
-                DIM,
-            )
-    tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(rows < GROUP)[:, None])
+    scores = tl.where(visible[None, :], tl.dot(query, tl.trans(key)), float("-inf"))
+    m = tl.maximum(sink, tl.max(scores, 1))
+    p = tl.exp2(scores - m[:, None])
+    total = tl.exp2(sink - m) + tl.sum(p, 1)
+    out = tl.dot(p.to(value.dtype), value) / total[:, None]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=(rows < GROUP)[:, None])
 
 
 class DecodeAttention:
@@ -352,8 +345,8 @@ class DecodeAttention:
     ) -> Tensor:
         """The last ``window`` keys. Shapes as in ``reference.paged_attention``; fills and returns ``out``."""
         self._check(query, kv_layer, sequences)
-        if window % kv_layer.shape[3]:
-            raise ValueError(f"window {window} is not a multiple of the page size {kv_layer.shape[3]}")
+        if window & (window - 1):
+            raise ValueError(f"window {window} is not a power of two")
         _decode_sliding[(self.batch_size, self.kv_heads)](
             query,
             kv_layer,
@@ -370,7 +363,7 @@ class DecodeAttention:
             PAGE=kv_layer.shape[3],
             DIM=self.head_dim,
             PDL=self.pdl,
-            num_warps=2,
+            num_warps=4,
             **self._launch_options(),
         )
         return out
