@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 LAUNCH = """
 import torch
 from antiphon.kernels import ahead
@@ -41,6 +43,18 @@ with ahead.without_launches():
 """
 
 
+EVERY = """
+from triton.runtime.jit import JITFunction
+from antiphon.model.ahead import launch_all
+from antiphon.model.config import preset
+
+names = set()
+JITFunction.run = lambda self, *_, **__: names.add(self.fn.__name__)
+launch_all(preset("gpt-oss-120b"), "cpu", page_size=64, max_batch_size=3)
+print(*sorted(names))
+"""
+
+
 def run(folder: Path, code: str) -> list[str]:
     environment = {**os.environ, "ANTIPHON_KERNEL_LIBRARY_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
@@ -57,6 +71,18 @@ def test_a_worker_loads_what_was_built_and_refuses_the_rest(tmp_path: Path) -> N
     found, refused = run(tmp_path, REFUSE)
     assert found == "found"
     assert refused.startswith("refused: a Triton kernel is not in")
+
+
+def test_every_kernel_of_the_fast_model_is_launched(tmp_path: Path) -> None:
+    files = [
+        ROOT / "kernels" / name for name in ("sampling.py", "router.py", "dense/norm.py", "dense/rope.py")
+    ]
+    files.append(ROOT / "kernels" / "attention" / "decode.py")
+    source = "".join(path.read_text() for path in files)
+    launched = set(re.findall(r"^ +(_\w+)\[\(", source, re.M))
+    (names,) = run(tmp_path, EVERY)
+    assert set(names.split()) == launched
+    assert len(launched) >= 9
 
 
 def test_a_folder_that_was_never_built_is_refused(tmp_path: Path) -> None:
