@@ -25,6 +25,7 @@ LIBRARY = CudaLibrary(
     "prefill_attention",
     (_SOURCES / "prefill.cu",),
     headers=(
+        _SOURCES / "prefill_pipeline.cuh",
         _SOURCES / "wgmma_bf16.cuh",
         _SOURCES.parent.parent / "moe" / "csrc" / "hopper.cuh",
     ),
