@@ -50,6 +50,7 @@ def deployment_file(rendered: Release, tmp_path_factory: pytest.TempPathFactory)
     tree["model"]["path"] = str(model)
     tree["router"] |= {"api_key_file": str(keys), "port": 0, "drain_timeout_s": 5}
     tree["ray"]["placement_timeout_s"] = 30
+    tree["metrics"] |= {"supervisor_port": 0, "worker_port": 0}  # not those of another run on this machine
     file = folder / "deployment.yaml"
     file.write_text(yaml.safe_dump(tree))
     return file
