@@ -19,7 +19,7 @@ from antiphon.kernels import reference
 from antiphon.kernels.attention import prefill_hopper
 from antiphon.kernels.attention.decode import DecodeAttention
 from antiphon.kernels.attention.prefill import prefill_attention
-from antiphon.kernels.attention.prefill_hopper import hopper_prefill_attention
+from antiphon.kernels.attention.prefill_hopper import chunk_rope_and_write, hopper_prefill_attention
 from antiphon.kernels.dense import skinny
 from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write, rotation_table
@@ -193,7 +193,11 @@ class CudaTransformer:
             )
         else:
             qkv = torch.nn.functional.linear(normed, weights.qkv_weight, weights.qkv_bias)
-            rope_and_write(qkv, positions, sequences.slot, self._rotation, kv_layer, heads, query)
+            rotation = (qkv, positions, sequences.slot, self._rotation, kv_layer)
+            if self.road is Road.HOPPER:
+                chunk_rope_and_write(*rotation, query)
+            else:
+                rope_and_write(*rotation, heads, query)
         scale = dim**-0.5
         sequence_count = sequences.kv_len.shape[0]
         if tokens != sequence_count:

@@ -1,6 +1,7 @@
-"""Prefill attention with sinks over paged KV, in CUDA for sm_90: GPT-OSS's heads, pages of 64 positions.
+"""Attention of a chunk in CUDA for sm_90, for GPT-OSS's heads: rotation and page writes, then attention with
+sinks over paged KV.
 
-The kernel is described in ``csrc/prefill.cu``. Other shapes and devices take ``prefill.prefill_attention``.
+The kernels are described in ``csrc``. Other shapes and devices take ``dense.rope`` and ``prefill``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ GROUP = 8
 _SOURCES = Path(__file__).with_name("csrc")
 LIBRARY = CudaLibrary(
     "prefill_attention",
-    (_SOURCES / "prefill.cu",),
+    (_SOURCES / "prefill.cu", _SOURCES / "rope.cu"),
     headers=(
         _SOURCES / "prefill_pipeline.cuh",
         _SOURCES / "wgmma_bf16.cuh",
@@ -40,12 +41,57 @@ def _library() -> ctypes.CDLL:
         *(*(pointer,) * 7, number, number, ctypes.c_longlong, *(number,) * 4),
         *(ctypes.c_float, number, number, pointer),
     ]
+    library.antiphon_chunk_rope.argtypes = [*(pointer,) * 6, ctypes.c_longlong, *(number,) * 3, pointer]
     return library
 
 
 @cache
 def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def chunk_rope_and_write(
+    qkv: Tensor,
+    positions: Tensor,
+    slot: Tensor,
+    rotation: Tensor,
+    kv_layer: Tensor,
+    query: Tensor,
+) -> Tensor:
+    """Rotate q and k, write k and v to their pages, return ``query``; as ``dense.rope.rope_and_write``.
+
+    Args:
+        qkv: [T, (Q + 2 G) * 64] bf16 contiguous, bias added, 8 query heads per kv head.
+        positions, slot: [T] int64; a negative slot is not stored.
+        rotation: [positions, 32, 2] float32 from ``rotation_table``.
+        kv_layer: [N, G, 2, S, 64] bf16 view; the last four dimensions contiguous.
+        query: [T, Q, 64] bf16 contiguous, overwritten.
+
+    Raises:
+        ValueError: another shape, dtype or layout.
+    """
+    tokens = qkv.shape[0]
+    kv_heads, _, page_size, width = kv_layer.shape[1:]
+    for name, tensor, shape, dtype in (
+        ("qkv", qkv, (tokens, (GROUP + 2) * kv_heads * HEAD_DIM), torch.bfloat16),
+        ("query", query, (tokens, GROUP * kv_heads, HEAD_DIM), torch.bfloat16),
+        ("positions", positions, (tokens,), torch.int64),
+        ("slot", slot, (tokens,), torch.int64),
+        ("rotation", rotation, (rotation.shape[0], HEAD_DIM // 2, 2), torch.float32),
+    ):
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected contiguous {dtype} {shape}"
+            )
+    if width != HEAD_DIM or kv_layer.dtype != torch.bfloat16 or not kv_layer[0].is_contiguous():
+        raise ValueError(f"kv_layer is {tuple(kv_layer.shape)} {kv_layer.dtype}, expected [N, G, 2, S, 64]")
+    status = _library().antiphon_chunk_rope(
+        *(qkv.data_ptr(), positions.data_ptr(), slot.data_ptr(), rotation.data_ptr(), query.data_ptr()),
+        *(kv_layer.data_ptr(), kv_layer.stride(0), tokens, kv_heads, page_size),
+        torch.cuda.current_stream().cuda_stream,
+    )
+    check_launch(status, "rotation")
+    return query
 
 
 def hopper_prefill_attention(

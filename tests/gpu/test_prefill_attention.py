@@ -8,7 +8,8 @@ from torch import Tensor
 
 from antiphon.benchmarks.timing import relative_error
 from antiphon.kernels import reference
-from antiphon.kernels.attention.prefill_hopper import hopper_prefill_attention
+from antiphon.kernels.attention.prefill_hopper import chunk_rope_and_write, hopper_prefill_attention
+from antiphon.kernels.dense.rope import rope_and_write, rotation_table
 from antiphon.kernels.reference import PagedSequences
 
 pytestmark = [
@@ -148,3 +149,26 @@ def test_foreign_shapes_are_refused() -> None:
         hopper_prefill_attention(query[:, :32].contiguous(), layer, sequences, sinks, None, SCALE, 10)
     with pytest.raises(ValueError, match="kv_layer is"):
         hopper_prefill_attention(query, layer[:, :, :, :32], sequences, sinks, None, SCALE, 10)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_rotation_equals_the_triton_twin(kv_heads: int) -> None:
+    torch.manual_seed(8)
+    tokens, heads = 300, 8 * kv_heads
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * D, device="cuda").bfloat16()
+    positions = torch.randint(0, 5000, (tokens,), device="cuda")
+    slots = torch.randperm(20 * S, device="cuda")[:tokens]
+    slots[::9] = -1
+    table = rotation_table(*reference.yarn_inv_freq(D, 150_000.0, 32.0, 4096, 32.0, 1.0), 5000).cuda()
+    found, expected = [], []
+    for results in (found, expected):
+        cache = torch.zeros(20, 2, kv_heads, 2, S, D, device="cuda", dtype=torch.bfloat16)
+        query = torch.full((tokens, heads, D), float("nan"), device="cuda", dtype=torch.bfloat16)
+        arguments = (qkv, positions, slots, table, cache[:, 1])
+        if results is found:
+            chunk_rope_and_write(*arguments, query)
+        else:
+            rope_and_write(*arguments, heads, query)
+        results += [query, cache]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) <= 1e-3
