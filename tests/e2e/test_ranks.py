@@ -62,6 +62,7 @@ async def test_two_ranks_each_say_what_one_says_and_a_killed_rank_is_replaced_wi
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
         assert len(epochs.items() & after.items()) == 1, "the other worker went on"
+        await workers.until_ready()
         await answered(workers, reference)
         status = workers.status(Role.DECODE)
         assert status.failed is None

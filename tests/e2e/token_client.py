@@ -49,13 +49,19 @@ class Workers:
         )
         self._ids = itertools.count()
         self._following: asyncio.Task[None] | None = None
+        self._told = -1
 
     async def start(self) -> None:
         await self._gateway.start(self._dispatcher)
         self._following = asyncio.create_task(self._follow_topology())
+        await self.until_ready()
+
+    async def until_ready(self) -> None:
+        """Wait until a request would find a pair of workers that knows of the present topology."""
         async with asyncio.timeout(90):
             while True:
-                if self._dispatcher.ready:
+                told = self._told == self._supervisor.topology.version
+                if told and self._dispatcher.ready:
                     return
                 await asyncio.sleep(0.01)
 
@@ -113,7 +119,9 @@ class Workers:
 
     async def _follow_topology(self) -> None:
         while True:
-            self._gateway.set_topology(self._supervisor.topology)
+            topology = self._supervisor.topology
+            self._gateway.set_topology(topology)
+            self._told = topology.version
             await asyncio.sleep(0.05)
 
 
