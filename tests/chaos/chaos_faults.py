@@ -20,7 +20,10 @@ from antiphon.cluster.supervisor import Supervisor
 from antiphon.protocol.identity import Role
 
 KILL, LONG_STOP, SHORT_STOP, CUT, LONG_CUT = "kill", "long stop", "short stop", "cut", "long cut"
-SHARES = {KILL: 22, LONG_STOP: 11, SHORT_STOP: 10, CUT: 9, LONG_CUT: 4}
+STALE_WRITER = "stale writer"
+"""A shorter stop of a prefill worker at the moment at which it may write: when it goes on, its first act is a
+write into pages that the decode worker has given up on meanwhile."""
+SHARES = {KILL: 22, LONG_STOP: 11, SHORT_STOP: 10, CUT: 9, LONG_CUT: 4, STALE_WRITER: 20}
 """Faults of each kind in a run of full length."""
 LONGEST_PAUSE_S = 8.0
 AIM_S = 4.0
@@ -133,27 +136,30 @@ class Faults:
             missed = [(r, s) for r, states in TABLES.items() for s in states if f"{r}: {s}" not in hit]
             if not missed:
                 return
-            role, state = self._rng.choice(missed)
-            running = [
-                m
-                for m in self._supervisor.members
-                if m.spec.role is role
-                and m.state is MemberState.RUNNING
-                and m.spec.worker_id not in self._busy
-            ]
-            if not running:
-                await asyncio.sleep(1.0)
-                continue
-            member = self._rng.choice(running)
-            self._busy.add(member.spec.worker_id)
-            try:
-                await self._hit(SHORT_STOP, member, state)
-            finally:
-                self._busy.discard(member.spec.worker_id)
+            await self._stop_at(*self._rng.choice(missed))
+
+    async def _stop_at(self, role: Role, state: str) -> None:
+        """A shorter stop of a process of this role as a request enters this state; none if none does."""
+        running = [
+            m for m in self._supervisor.members if m.state is MemberState.RUNNING and m.spec.role is role
+        ]
+        running = [m for m in running if m.spec.worker_id not in self._busy]
+        if not running:
+            await asyncio.sleep(1.0)
+            return
+        member = self._rng.choice(running)
+        self._busy.add(member.spec.worker_id)
+        try:
+            await self._hit(SHORT_STOP, member, state)
+        finally:
+            self._busy.discard(member.spec.worker_id)
 
     async def _strike(self, kind: str) -> None:
         if kind in (CUT, LONG_CUT):
             await self._cut(kind)
+            return
+        if kind == STALE_WRITER:
+            await self._stop_at(Role.PREFILL, "job granted")
             return
         member = await self._choose()
         name = member.spec.worker_id
@@ -202,7 +208,7 @@ class Faults:
         if kind == LONG_STOP:
             await asyncio.sleep(self._lease_s + 1.0)
         elif kind == SHORT_STOP:
-            await asyncio.sleep(self._rng.uniform(0.3, 0.8) * self._lease_s)
+            await asyncio.sleep(self._rng.uniform(0.6 if extra else 0.3, 0.8) * self._lease_s)
         if kind != KILL:
             _send(process.pid, signal.SIGCONT)
         await asyncio.sleep(0.1)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 RUN = Path(__file__).with_name("chaos_run.py")
-LENGTH = ["--requests", "80", "--clients", "8", "--scale", "0.1"]
+LENGTH = ["--requests", "60", "--clients", "8", "--scale", "0.06"]
 FRESH_SEED = secrets.randbelow(1 << 31)
 
 pytestmark = pytest.mark.e2e
@@ -40,6 +40,6 @@ def test_nothing_hangs_leaks_or_is_answered_wrongly(seed: int, tmp_path: Path) -
     report = json.loads((tmp_path / "chaos.json").read_text())
     assert report["passed"]
     assert report["seed"] == seed
-    assert report["requests"] >= 80
-    assert sum(report["faults"].values()) >= 5
+    assert report["requests"] >= 60
+    assert sum(report["faults"].values()) >= 4
     assert (tmp_path / "chaos.png").stat().st_size > 0
