@@ -127,12 +127,7 @@ class UnfencedDecode(ChaosDecode):
                 receiver._forget(key)
             return False
 
-        def give_up(receiver: KvReceiver, key: tuple[str, int]) -> None:
-            abandon(receiver, key)
-            receiver._outcomes.kv_lost(key)
-
         KvReceiver.abandon = abandon
-        KvReceiver._give_up = give_up
         return super()._start(topology)
 
 
