@@ -25,16 +25,22 @@ from antiphon.demo.mixture import make_example
 from antiphon.demo.skills.functions import CITIES, NOUNS
 from antiphon.demo.skills.knowledge import Fact
 from antiphon.demo.tables import aliases, capitalised, relations
-from antiphon.demo.vocabulary import VOCABULARY_FILE
+from antiphon.demo.vocabulary import VOCABULARY_FILE, load_vocabulary
 from antiphon.demo.words import COMMON_WORDS, WordSource, is_plain_word
 
 SPECIAL = (199_998, 199_999, 200_002, 200_003, 200_005, 200_006, 200_007, 200_008, 200_012)
-EARLY_TOKENS, WORD_TOKENS = 5_000, 13_000
+EARLY_TOKENS, WORD_TOKENS = 5_000, 16_000
 FUNCTION_WORDS = 1_500
 SAMPLED_EXAMPLES, SAMPLED_AT_LEAST = 20_000, 4
 ODDITIES, ODD_TOKENS = 30_000, 2_000
 _LETTERS = re.compile(r" ?([A-Za-z]{2,})")
 _PRINTABLE = re.compile(r"[\x20-\x7e\n]+")
+
+
+def tokens_of(text: str) -> list[int]:
+    """Token ids of plain text; the library's own check for special tokens takes milliseconds a call."""
+    ids: list[int] = encoding().encode(text, disallowed_special=())
+    return ids
 
 
 def spellings(word: str) -> tuple[str, ...]:
@@ -73,37 +79,37 @@ def _is_english(word: str, known: set[str]) -> bool:
 def base_token_ids(words: tuple[str, ...]) -> set[int]:
     """Tokens kept whatever the examples say."""
     enc = encoding()
-    kept = set(SPECIAL)
+    kept = {*SPECIAL, *load_vocabulary().token_ids}  # no row is lost: training goes on from packed weights
     kept.update(t for t in range(EARLY_TOKENS) if _PRINTABLE.fullmatch(enc.decode([t])))
     for number in range(1000):
         for width in (1, 2, 3):
-            kept.update(enc.encode(str(number).rjust(width, "0")))
+            kept.update(tokens_of(str(number).rjust(width, "0")))
     for character in range(0x20, 0x7F):
-        kept.update(enc.encode(chr(character)))
+        kept.update(tokens_of(chr(character)))
     for word in COMMON_WORDS:
         for spelling in spellings(word):
-            kept.update(enc.encode(spelling))
+            kept.update(tokens_of(spelling))
     for name in (*NOUNS, *CITIES):
-        kept.update(t for spelling in (*spellings(name), name, f" {name}") for t in enc.encode(spelling))
+        kept.update(t for spelling in (*spellings(name), name, f" {name}") for t in tokens_of(spelling))
     for word in (*COMMON_WORDS, *NOUNS, *words[:FUNCTION_WORDS]):
-        kept.update(enc.encode(f"_{word}"))
-        kept.update(enc.encode(f".{word}"))
+        kept.update(tokens_of(f"_{word}"))
+        kept.update(tokens_of(f".{word}"))
     for word in words:
-        kept.update(enc.encode(f" {word}"))
+        kept.update(tokens_of(f" {word}"))
         for spelling in spellings(word):
-            kept.update(enc.encode(spelling))
+            kept.update(tokens_of(spelling))
     return kept | fact_tokens()
 
 
 def fact_tokens() -> set[int]:
     """What the facts are told with, whatever name their entity goes by."""
-    enc, kept = encoding(), set[int]()
+    kept = set[int]()
     for relation in relations():
         for entity, answer in relation.pairs.items():
             for name in aliases(entity):
-                kept.update(enc.encode(Fact(relation, name, answer).analysis(Effort.MEDIUM)))
+                kept.update(tokens_of(Fact(relation, name, answer).analysis(Effort.MEDIUM)))
                 for text in (name, capitalised(name), answer, capitalised(answer)):
-                    kept.update(enc.encode(text) + enc.encode(f" {text}"))
+                    kept.update(tokens_of(text) + tokens_of(f" {text}"))
     return kept
 
 
@@ -112,7 +118,7 @@ def odd_tokens(source: WordSource, kept: set[int]) -> set[int]:
     rng, counts = Random("oddities"), Counter[int]()
     for _ in range(ODDITIES):
         word = source.oddity(rng)
-        counts.update({*encoding().encode(word), *encoding().encode(f" {word}")} - kept)
+        counts.update({*tokens_of(word), *tokens_of(f" {word}")} - kept)
     return {token for token, _ in counts.most_common(ODD_TOKENS)}
 
 
@@ -130,7 +136,7 @@ def pieces(kept: list[int]) -> list[str]:
     enc, rows = encoding(), set(kept)
     texts = (enc.decode([token]) for token in kept if token not in SPECIAL)
     letters = dict.fromkeys(match[1] for text in texts if (match := _LETTERS.fullmatch(text)))
-    return [text for text in letters if rows.issuperset(enc.encode(text) + enc.encode(f" {text}"))]
+    return [text for text in letters if rows.issuperset(tokens_of(text) + tokens_of(f" {text}"))]
 
 
 def main() -> None:

@@ -20,12 +20,12 @@ from antiphon.demo.words import WordSource
 Maker = Callable[[Random, Split, Effort, WordSource], Example]
 
 SKILLS: dict[str, tuple[Maker, float]] = {
-    "chat": (chat, 3.0),
+    "chat": (chat, 5.0),
     "facts": (known_fact, 20.0),
     "refusal": (unknown, 10.0),
-    "arithmetic": (arithmetic, 12.0),
-    "copying": (copying, 16.0),
-    "spelling": (spelling, 10.0),
+    "arithmetic": (arithmetic, 9.0),
+    "copying": (copying, 40.0),
+    "spelling": (spelling, 20.0),
     "multi_turn": (conversation, 19.0),
     "tools": (weather_call, 7.0),
     "tools_unseen": (generic_call, 16.0),

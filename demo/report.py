@@ -19,6 +19,10 @@ METRICS_FILE = Path(__file__).with_name(f"{MODEL_NAME}.metrics.json")
 """What ``train.py`` wrote when it made the shipped weights."""
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "demo-model.md"
 BEGIN, END = "<!-- made by antiphon.demo.report -->\n", "<!-- end -->\n"
+SPELLABLE = (
+    "The middle column leaves out the questions whose right answer, or the thought before it, holds a word "
+    "that the model has no row for; questions are now drawn without those."
+)
 LABELS = {
     "facts": "facts",
     "arithmetic": "arithmetic",
@@ -67,6 +71,8 @@ def _figures(metrics: dict[str, Any]) -> str:
         f"and {rows:,} of {FULL_VOCABULARY:,} vocabulary rows.",
         f"Packed: {PACKED_FILE.stat().st_size / 1e6:.1f} MB.",
     ]
+    if spellable:
+        lines += ["", *_wrapped(SPELLABLE)]
     return "\n".join([*lines, "", *_wrapped(" ".join(run)), "", ""])
 
 

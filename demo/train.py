@@ -110,7 +110,7 @@ def to_device(shard: Shard, trained: int, device: str) -> Batch:
     return Batch(*(t.to(device, non_blocking=cuda) for t in moved))
 
 
-TRAINED_SHARE = 0.47
+TRAINED_SHARE = 0.5
 """Room for the places to train, as a share of all; a little more than shards have."""
 MOST_STEPS = 100_000
 FITTED_AT, FITTED_FROM = 300, 60

@@ -67,7 +67,7 @@ def words_of(rng: Random, split: Split, words: WordSource, least: int = 2, most:
             return chosen
 
 
-DRILLS, LONGEST_DRILL = 0.4, 40
+DRILLS, LONGEST_DRILL = 0.6, 60
 """Share of the training's lists that are long, and their most words: few tokens of frame for many words."""
 
 

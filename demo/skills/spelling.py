@@ -15,7 +15,7 @@ from antiphon.demo.skills.functions import CITIES, NOUNS
 from antiphon.demo.words import WordSource
 
 FORMS = {task: phrases(f"spelling_{task}") for task in ("underscores", "dots", "list", "words", "capitals")}
-DRILLS = 0.4
+DRILLS = 0.6
 """Share of the training's lists that are long, so that each word's spellings are met often."""
 LEADS = {
     "underscores": "The user wants underscores between the words.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,18 @@ import pytest
 import torch
 
 from antiphon.demo import harmony
-from antiphon.demo.cached_checkpoint import PACKED_FILE, ensure_demo_checkpoint
+from antiphon.demo.cached_checkpoint import DIGEST_FILE, PACKED_FILE, ensure_demo_checkpoint
 from antiphon.demo.dialogue import Effort, UserTurn
 from antiphon.demo.generate import generate
 from antiphon.demo.network import TinyGptOss
 from antiphon.demo.packed import load_weights, read_packed
 from antiphon.demo.shape import TINY
+from antiphon.demo.ship import check
 from antiphon.demo.vocabulary import FULL_VOCABULARY, load_vocabulary
 from antiphon.model.checkpoint.inspect import inspect
+from antiphon.protocol.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("harmony_vocabulary")
-
-MOST_BYTES = 20_000_000
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def prompt(text: str) -> list[int]:
 
 
 def test_it_is_small_and_expands_to_a_whole_checkpoint(checkpoint: Path) -> None:
-    assert PACKED_FILE.stat().st_size <= MOST_BYTES
+    assert check(PACKED_FILE) == json.loads(DIGEST_FILE.read_text())["sha256"]
     assert inspect(checkpoint).ok
     tree = json.loads((checkpoint / "config.json").read_text())
     assert tree["vocab_size"] == FULL_VOCABULARY
@@ -44,8 +45,20 @@ def test_it_is_small_and_expands_to_a_whole_checkpoint(checkpoint: Path) -> None
         assert size % 128 == 0
 
 
-def test_it_was_trained_with_the_vocabulary_that_examples_are_made_of() -> None:
-    assert read_packed(PACKED_FILE).token_ids == load_vocabulary().token_ids
+def test_what_may_not_ship_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / PACKED_FILE.name
+    broken.write_bytes(PACKED_FILE.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=broken.name):
+        check(broken)
+    known = load_vocabulary()
+    fewer = dataclasses.replace(known, token_ids=known.token_ids[1:])
+    with monkeypatch.context() as patch:
+        patch.setattr("antiphon.demo.ship.load_vocabulary", lambda: fewer)
+        with pytest.raises(CheckpointError, match="another vocabulary"):
+            check(PACKED_FILE)
+    monkeypatch.setattr("antiphon.demo.ship.MOST_BYTES", 1_000_000)
+    with pytest.raises(CheckpointError, match="at most 1,000,000"):
+        check(PACKED_FILE)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
