@@ -42,7 +42,7 @@ def make_cases(rng: random.Random, count: int, *, short: bool = False) -> list[d
             "model": MODEL,
             "messages": [{"role": "user", "content": f"{index}: {' '.join(words)}"}],
             "temperature": 0,
-            "max_completion_tokens": rng.choice((1, 2, 4) if short else (1, 2, 4, 12, 64)),
+            "max_completion_tokens": rng.choice((1, 2, 4) if short else (1, 4, 16, 64, 110)),
         }
         if index % 4 == 0:
             case["tools"] = [TOOL]
