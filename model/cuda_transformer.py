@@ -74,7 +74,7 @@ class CudaTransformer:
         with_unembedding: False leaves the output projection out (prefill workers never sample).
         road: None chooses HOPPER where shape and device allow it.
         resident_fp8: on the HOPPER road, hold FP8 experts for long chunks beside the 4-bit ones; False widens
-            a layer at a time, for workers that only decode and for models that fill the device.
+            those while it multiplies, for models that fill the device.
 
     Raises:
         CheckpointError: a parameter is missing, surplus or given twice.
@@ -125,6 +125,11 @@ class CudaTransformer:
         )
         self._rotation = rotation_table(inv_freq.to(self.device), concentration, config.max_context_tokens)
         self._decode_attention: dict[int, DecodeAttention] = {}
+
+    @property
+    def inexact_blocks(self) -> tuple[int, int]:
+        """Blocks of expert weights that may lose bits in long chunks, and all; see ``ExpertLayers``."""
+        return self._experts.inexact_blocks, self._experts.blocks
 
     @torch.no_grad()
     def forward(
