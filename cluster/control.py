@@ -32,11 +32,17 @@ class RollAll(msgspec.Struct, frozen=True, tag="roll", forbid_unknown_fields=Tru
     """Restart every process, one at a time."""
 
 
+class UpgradeTo(msgspec.Struct, frozen=True, tag="upgrade", forbid_unknown_fields=True):
+    """Replace all workers by those of this revision, as the deployment file now describes them."""
+
+    revision: str
+
+
 class AskStatus(msgspec.Struct, frozen=True, tag="status", forbid_unknown_fields=True):
     """Say what runs."""
 
 
-Request = ScalePool | RollAll | AskStatus
+Request = ScalePool | RollAll | UpgradeTo | AskStatus
 
 
 class MemberReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -151,6 +151,37 @@ class Supervisor:
                     await self._scale(role, 1, drain_timeout_s)
             return restarted
 
+    async def replace_workers(
+        self, specs: Iterable[ProcessSpec], *, drain_timeout_s: float, ready_timeout_s: float
+    ) -> int:
+        """Start workers like ``specs`` beside those that run, and drain and end the latter once all serve.
+
+        Ids are given anew. Decode workers leave before prefill workers, which they may still need. Returns
+        how many left.
+
+        Raises:
+            OperationFailed: the new ones found no room, could not start or did not come to serve within
+                ``ready_timeout_s``; they are gone again, and those that ran go on.
+        """
+        async with self._operation:
+            leaving = [self.of_role(role) for role in (Role.DECODE, Role.PREFILL)]
+            added: list[Member] = []
+            try:
+                for spec in specs:
+                    added.append(await self._add(spec))
+                async with asyncio.timeout(ready_timeout_s):
+                    for member in added:
+                        await self._serves(member)
+            except (OperationFailed, TimeoutError) as error:
+                reason = str(error) or f"the new workers did not come to serve within {ready_timeout_s:g} s"
+                await asyncio.sleep(0)  # the last one's first life may not have been launched yet
+                left = [m for m in added if m.spec.worker_id in self._members]
+                await asyncio.gather(*(self._retire(m, drain_timeout_s) for m in left))
+                raise OperationFailed(f"nothing was replaced: {reason}") from error
+            for members in leaving:
+                await asyncio.gather(*(self._retire(m, drain_timeout_s) for m in members))
+            return sum(map(len, leaving))
+
     async def _scale(self, role: Role, replicas: int, drain_timeout_s: float) -> None:
         members = self.of_role(role)
         if not members:

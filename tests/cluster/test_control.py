@@ -17,6 +17,7 @@ from antiphon.cluster.control import (
     Request,
     RollAll,
     ScalePool,
+    UpgradeTo,
     ask,
     find_socket,
 )
@@ -42,7 +43,7 @@ async def test_a_request_is_carried_out_and_answered() -> None:
         return Answer("done")
 
     async with ControlServer(operate) as server:
-        for request in (ScalePool({"prefill": 3}), RollAll(), AskStatus()):
+        for request in (ScalePool({"prefill": 3}), RollAll(), UpgradeTo("b"), AskStatus()):
             assert (await ask(find_socket(), request)).said == "done"
             assert seen[-1] == request
         assert server.path.parent.stat().st_mode & 0o777 == 0o700

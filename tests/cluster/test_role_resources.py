@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pydantic
 import pytest
@@ -30,12 +31,23 @@ def test_a_bundle_names_the_role_only_when_asked() -> None:
     spec = ProcessSpec("prefill-0", Role.PREFILL, 2, 4, 2)
     assert bundle_of(spec, role_resources=False) == {"CPU": 2.0, "GPU": 4.0}
     assert bundle_of(spec, role_resources=True) == {"CPU": 2.0, "GPU": 4.0, "antiphon_prefill": 1.0}
+    new = replace(spec, revision="b")
+    assert bundle_of(new, role_resources=True) == {"CPU": 2.0, "GPU": 4.0, "antiphon_prefill_b": 1.0}
     assert bundle_of(spec, rank=1, role_resources=True) == {"CPU": 2.0, "GPU": 4.0}
 
 
 def test_a_cluster_of_our_own_has_no_role_resources() -> None:
     with pytest.raises(pydantic.ValidationError, match="role_resources needs address"):
         DeploymentConfig.model_validate({"model": {"path": "nowhere"}, "ray": {"role_resources": True}})
+
+
+def test_a_revision_is_of_workers_alone() -> None:
+    plan = plan_processes(config_for("auto", revision="b"))
+    assert {spec.role: spec.revision for spec in plan} == {
+        Role.PREFILL: "b",
+        Role.DECODE: "b",
+        Role.ROUTER: "",
+    }
 
 
 @pytest.fixture
