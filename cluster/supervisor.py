@@ -131,25 +131,33 @@ class Supervisor:
     async def roll(self, drain_timeout_s: float) -> int:
         """Restart every process, one at a time, while the others serve; how many there were.
 
-        A pool of one worker gets a second one for the time being, where there is room for it. A single router
-        cannot be doubled, because both would need its port: clients find nobody while it restarts.
+        A pool of one worker gets a second one for the time being; without room for it nothing of the pool is
+        restarted. A single router cannot be doubled, because both would need its port: clients find nobody
+        while it restarts.
 
         Raises:
-            OperationFailed: a process did not come back.
+            OperationFailed: a process did not come back, or a second one found no room.
         """
         async with self._operation:
-            restarted = 0
-            for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
-                originals = self.of_role(role)
-                alone = len(originals) == 1 and role is not Role.ROUTER
-                if alone:
-                    await self._scale(role, 2, drain_timeout_s)
-                for member in originals:
-                    await self._restart(member, drain_timeout_s)
-                    restarted += 1
-                if alone:
-                    await self._scale(role, 1, drain_timeout_s)
-            return restarted
+            restarted: list[str] = []
+            try:
+                for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
+                    await self._roll_pool(role, drain_timeout_s, restarted)
+            except OperationFailed as error:
+                before = ", ".join(restarted) or "nothing"
+                raise OperationFailed(f"{error}; restarted before that: {before}") from error
+            return len(restarted)
+
+    async def _roll_pool(self, role: Role, drain_timeout_s: float, restarted: list[str]) -> None:
+        originals = self.of_role(role)
+        alone = len(originals) == 1 and role is not Role.ROUTER
+        if alone:
+            await self._scale(role, 2, drain_timeout_s)
+        for member in originals:
+            await self._restart(member, drain_timeout_s)
+            restarted.append(member.spec.worker_id)
+        if alone:
+            await self._scale(role, 1, drain_timeout_s)
 
     async def replace_workers(
         self, specs: Iterable[ProcessSpec], *, drain_timeout_s: float, ready_timeout_s: float

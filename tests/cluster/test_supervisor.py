@@ -436,6 +436,22 @@ async def test_a_roll_restarts_everything_and_never_leaves_a_role_of_workers_emp
         assert all(member.failures == 0 for member in supervisor.members)
 
 
+async def test_a_roll_without_room_for_a_second_worker_says_how_far_it_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launcher = FakeLauncher()
+    async with supervised(launcher) as supervisor:
+        launcher.room = 0
+        with pytest.raises(OperationFailed, match=r"prefill-1: .* no room; restarted before that: nothing"):
+            await supervisor.roll(1.0)
+        launcher.room = 1
+        monkeypatch.setattr(launcher, "free_room", lambda spec: None)  # somebody else took it at once
+        with pytest.raises(OperationFailed, match=r"decode-1: .* no room; restarted before that: prefill-0"):
+            await supervisor.roll(1.0)
+        assert running(supervisor) == {"prefill-0", "decode-0", "router-0"}
+        assert len(launcher.lives["decode-0"]) == 1
+
+
 async def test_a_drain_that_takes_too_long_is_cut_short_and_the_roll_goes_on() -> None:
     launcher = FakeLauncher()
     async with supervised(launcher) as supervisor:
