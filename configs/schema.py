@@ -213,7 +213,7 @@ class RouterConfig(Section):
     """A router that stops first takes requests for so long while /ready says no: more than a load balancer's
     interval of health checks, where one stands in front."""
     drain_timeout_s: float = pydantic.Field(60.0, ge=0)
-    """A router that stops lets its open requests finish for this long."""
+    """A router that stops lets its open requests finish for this long, the notice before included."""
     api_key_file: str | None = None
     """File of accepted API keys, one per line, read again when it changes; ANTIPHON_API_KEYS adds more."""
     key_limits: KeyLimitsConfig = KeyLimitsConfig()
