@@ -25,7 +25,8 @@ from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write, rotation_table
 from antiphon.kernels.moe import build as moe_build
 from antiphon.kernels.moe import chunk_norm
-from antiphon.kernels.moe.decode import MAX_EXPERTS, SWIGLU_LIMIT, TOP_K
+from antiphon.kernels.moe.decode import SWIGLU_LIMIT
+from antiphon.kernels.moe.expert_range import MAX_EXPERTS, TOP_K
 from antiphon.kernels.reference import ExpertMatrix, PagedSequences
 from antiphon.model.checkpoint.index import open_checkpoint
 from antiphon.model.checkpoint.layout import TensorKind

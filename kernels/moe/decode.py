@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.moe.build import launch
+from antiphon.kernels.moe.expert_range import TOP_K, held_experts
 from antiphon.kernels.moe.streamed import DIM, StreamedExperts
 
-TOP_K = 4
 SWIGLU_LIMIT = 7.0
 """Of the clamps in ``clamped_swiglu`` (csrc/hopper.cuh), by which the kernels of chunks scale as well."""
 MAX_TOKENS = 512
-MAX_EXPERTS = 128
 TOKEN_TILES = (4, 8, 16, 24)
 
 
@@ -105,17 +104,12 @@ class MoeWorkspace:
         first_expert: int = 0,
         experts: int | None = None,
     ) -> None:
-        if not 1 <= max_tokens <= MAX_TOKENS or not 1 <= all_experts <= MAX_EXPERTS:
-            raise ValueError(
-                f"{max_tokens} tokens and {all_experts} experts; the streaming kernels take 1 to "
-                f"{MAX_TOKENS} and 1 to {MAX_EXPERTS}"
-            )
+        if not 1 <= max_tokens <= MAX_TOKENS:
+            raise ValueError(f"{max_tokens} tokens; the streaming kernels take 1 to {MAX_TOKENS}")
         self.max_tokens = max_tokens
         self.all_experts = all_experts
         self.first_expert = first_expert
-        self.experts = all_experts - first_expert if experts is None else experts
-        if first_expert < 0 or self.experts < 1 or first_expert + self.experts > all_experts:
-            raise ValueError(f"experts {first_expert} + {self.experts} are not within {all_experts}")
+        self.experts = held_experts(all_experts, first_expert, experts)
         self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
         pairs = max_tokens * TOP_K
         tiles = max_tiles(pairs, self.experts, TOKEN_TILES[0])

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from antiphon.kernels.moe.build import launch
 from antiphon.kernels.moe.chunk_norm import combine_rms_norm_
+from antiphon.kernels.moe.expert_range import TOP_K, held_experts
 from antiphon.kernels.moe.fp8_weights import TILE, TILES_K, Fp8Experts
 from antiphon.kernels.moe.streamed import DIM
 
-TOP_K = 4
-MAX_EXPERTS = 128
 TILE_TOKENS = 256
 
 
@@ -41,14 +40,9 @@ class Fp8Workspace:
     ) -> None:
         self.max_tokens = max_tokens
         self.first_expert = first_expert
-        self.experts = all_experts - first_expert if experts is None else experts
-        if max_tokens < 1 or not 1 <= all_experts <= MAX_EXPERTS:
-            raise ValueError(
-                f"{max_tokens} tokens and {all_experts} experts; the FP8 road takes at least 1 token "
-                f"and 1 to {MAX_EXPERTS} experts"
-            )
-        if first_expert < 0 or self.experts < 1 or first_expert + self.experts > all_experts:
-            raise ValueError(f"experts {first_expert} + {self.experts} are not within {all_experts}")
+        self.experts = held_experts(all_experts, first_expert, experts)
+        if max_tokens < 1:
+            raise ValueError(f"a chunk of {max_tokens} tokens; there must be at least 1")
         self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
         pairs = max_tokens * TOP_K
         tiles = min(pairs, pairs // TILE_TOKENS + self.experts)
