@@ -136,9 +136,13 @@ def test_exemplars_are_kept(seen: dict[str, list[Values]], prometheus: Prometheu
 
 
 def test_every_process_is_found_and_scraped(seen: dict[str, list[Values]], prometheus: Prometheus) -> None:
-    up = prometheus.query('up{job=~"antiphon.*"} == 1')
-    processes = {re.search(r'"process": "([\w-]+)"', series) for series in up}
-    assert {found[1] for found in processes if found} == {"prefill-0", "decode-0", "router-0"}
+    # The load ends while a killed worker may still be starting, so each is given the time to come back.
+    def scraped() -> set[str]:
+        up = prometheus.query('up{job=~"antiphon.*"} == 1')
+        processes = {re.search(r'"process": "([\w-]+)"', series) for series in up}
+        return {found[1] for found in processes if found}
+
+    until(lambda: scraped() == {"prefill-0", "decode-0", "router-0"}, 120)
     assert prometheus.query("count(antiphon_topology_version)")
     # The names that vLLM's dashboards ask for, once over all processes.
     for name in ("num_requests_running", "kv_cache_usage_perc", "time_to_first_token_seconds_count"):
