@@ -220,12 +220,13 @@ async def drain_and_stop(member: Member, timeout_s: float) -> bool:
 
     A dead or stuck one is reported, not raised. The process itself still has to be killed.
     """
-    if member.handle is None:
+    handle = member.handle  # of this life: another may begin while this one drains
+    if handle is None:
         return True
     try:
         async with asyncio.timeout(timeout_s + STOP_GRACE_S):
-            drained = await member.handle.drain(timeout_s)
-            await member.handle.stop()
+            drained = await handle.drain(timeout_s)
+            await handle.stop()
     except (ProcessDied, TimeoutError) as error:
         log.warning("unclean stop", worker_id=member.spec.worker_id, reason=str(error) or "timed out")
         return False

@@ -130,7 +130,19 @@ class RayProcess:
         return reasons[rank] if not self._others else f"rank {rank} of {len(actors)}: {reasons[rank]}"
 
     async def _call(self, method: str, *arguments: object) -> Any:
-        return await self._call_on(self._actor, method, *arguments)
+        """Ask rank 0. The worker's death is an answer too: a call that was under way may never get another.
+
+        Raises:
+            ProcessDied, StartFailed: see ProcessHandle.
+        """
+        calling = asyncio.ensure_future(self._call_on(self._actor, method, *arguments))
+        try:
+            await asyncio.wait({calling, self._death}, return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                raise ProcessDied(self._death.result())
+            return calling.result()
+        finally:
+            calling.cancel()
 
     async def _call_on(self, actor: Any, method: str, *arguments: object) -> Any:
         from ray.exceptions import RayActorError, RayTaskError

@@ -229,14 +229,15 @@ class Supervisor:
 
     async def _end(self, member: Member, drain_timeout_s: float) -> None:
         """Drain one life and end it; its watch sees the end and goes on from there."""
+        handle = member.handle  # should it die while it drains, the next life is not to be ended
         member.asked_to_end = True
         if member.state is MemberState.RUNNING:
             member.state = MemberState.DRAINING
             if not await drain_and_stop(member, drain_timeout_s):
                 log.warning("drain cut short", worker_id=member.spec.worker_id, after_s=drain_timeout_s)
-        if member.handle is not None:
-            member.handle.kill()
-            await member.handle.wait_dead()
+        if handle is not None:
+            handle.kill()
+            await handle.wait_dead()
 
     async def _serves(self, member: Member) -> None:
         """Wait until a member does its part and, for a worker, until every router that runs knows it."""

@@ -107,3 +107,16 @@ async def test_one_dead_rank_ends_all_and_the_worker_is_dead_when_none_is_left()
     assert await asyncio.wait_for(process.wait_dead(), 5) == "rank 1 of 3: the process is gone"
     assert first.dead.is_set()
     assert third.dead.is_set()
+
+
+@pytest.mark.parametrize("method", ["status", "set_topology", "drain", "stop"])
+async def test_a_call_under_way_ends_with_the_process(method: str) -> None:
+    first = Actor(**{method: "never"})
+    process = RayProcess(first, [], lambda address: None)
+    arguments = {"set_topology": (NOBODY,), "drain": (60.0,)}.get(method, ())
+    calling = asyncio.ensure_future(getattr(process, method)(*arguments))
+    await asyncio.sleep(0)
+    assert not calling.done()
+    first.dead.set()
+    with pytest.raises(ProcessDied, match="the process is gone"):
+        await asyncio.wait_for(calling, 5)

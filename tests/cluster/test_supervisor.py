@@ -465,11 +465,15 @@ async def test_a_member_that_dies_while_it_drains_comes_back() -> None:
     launcher = FakeLauncher()
     async with supervised(launcher) as supervisor:
         first = launcher.life("prefill-0")
-        first.drain_s = 5.0
+        first.drain_s = 0.3
         rolling = asyncio.create_task(supervisor.roll(5.0))
         await eventually(lambda: any(what == "drain" for what, _, _ in launcher.journal), "the drain")
         first.death.set_result("exit code 9")
+        await eventually(lambda: launcher.life("prefill-0") is not first, "the next life")
+        second = launcher.life("prefill-0")
         await asyncio.wait_for(rolling, 10)
+        assert launcher.life("prefill-0") is second, "the end of the first life was taken out on the second"
+        assert ("stop", "prefill-0", second.epoch) not in launcher.journal
         assert "prefill-0" in running(supervisor)
 
 
