@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from antiphon.protocol.grammar import FreeText, GrammarRegion, GrammarSpec, OneOfSequences
 from antiphon.protocol.messages import FinishReason
-from antiphon.router.conversation import Conversation, ToolChoiceMode
+from antiphon.router.conversation import Conversation
 from antiphon.router.demands import AnswerDemands, demands_of
 from antiphon.router.formatter import (
     ChatDelta,
@@ -138,7 +138,7 @@ class ByteFormatter:
 
     def render(self, conversation: Conversation) -> RenderedPrompt:
         """``role: text`` lines; tools as JSON in front."""
-        offered = () if conversation.tool_choice.mode is ToolChoiceMode.NONE else conversation.tools
+        offered = conversation.offered_tools
         lines = [json.dumps({"tool": tool.name, "parameters": tool.parameters}) for tool in offered]
         for message in conversation.messages:
             lines.append(f"{message.role}: {message.text}")

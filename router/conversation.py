@@ -75,10 +75,12 @@ class ToolChoiceMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """``name`` is set exactly when the mode is NAMED."""
+    """``name`` is set exactly when the mode is NAMED. ``allowed`` are the functions that AUTO and REQUIRED
+    choose from; None is all of them."""
 
     mode: ToolChoiceMode = ToolChoiceMode.AUTO
     name: str | None = None
+    allowed: frozenset[str] | None = None
 
 
 class ResponseFormatKind(StrEnum):
@@ -110,3 +112,18 @@ class Conversation:
     parallel_tool_calls: bool = True
     reasoning_effort: ReasoningEffort | None = None
     response_format: ResponseFormat = ResponseFormat()
+
+    @property
+    def offered_tools(self) -> tuple[ToolDefinition, ...]:
+        """The tools that the model is told about: none under ``tool_choice`` none."""
+        return () if self.tool_choice.mode is ToolChoiceMode.NONE else self.tools
+
+    @property
+    def callable_tools(self) -> tuple[ToolDefinition, ...]:
+        """Those of the offered tools that ``tool_choice`` lets the answer call."""
+        choice = self.tool_choice
+        if choice.mode is ToolChoiceMode.NAMED:
+            return tuple(tool for tool in self.tools if tool.name == choice.name)
+        if choice.allowed is not None:
+            return tuple(tool for tool in self.offered_tools if tool.name in choice.allowed)
+        return self.offered_tools

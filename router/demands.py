@@ -65,12 +65,12 @@ def demands_of(conversation: Conversation) -> AnswerDemands | None:
     schema: _JsonObject | None = None
     if not forced and form.kind is not ResponseFormatKind.TEXT:
         schema = {"type": "object"} if form.schema is None else _followed(form.schema)
-    tools = () if choice.mode is ToolChoiceMode.NONE else conversation.tools
-    if choice.mode is ToolChoiceMode.NAMED:
-        tools = tuple(tool for tool in tools if tool.name == choice.name)
+    tools = conversation.callable_tools
+    some_are_left_out = choice.allowed is not None and len(tools) < len(conversation.offered_tools)
     if forced and not tools:
         raise InvalidPrompt("tool_choice demands a call of a function that is not declared", "tool_choice")
-    if not (forced or schema is not None or any(tool.strict for tool in tools)):
+    bound = schema is not None or any(tool.strict for tool in tools)
+    if not (forced or bound or some_are_left_out):
         return None
     calls = (CallDemand(tool.name, _arguments(tool) if forced or tool.strict else None) for tool in tools)
     return AnswerDemands(forced, schema, tuple(calls))

@@ -114,8 +114,9 @@ class RenderedPrompt:
     """A prompt ready for an engine.
 
     ``stop_token_ids`` end the answer. ``tool_names`` are the functions that the model was told about.
-    ``tool_calls_allowed`` is False under tool_choice none: a call is then reasoning, never surfaced; beyond
-    ``max_tool_calls`` (1 when calls may not be parallel, None without a limit) so are further ones.
+    ``tool_calls_allowed`` is False under tool_choice none: a call is then reasoning, never surfaced; so is
+    one of a function outside ``callable_tools`` (None allows all), and one beyond ``max_tool_calls`` (1 when
+    calls may not be parallel, None without a limit).
     ``grammar`` is the form that the answer must have, where the conversation demands one.
     """
 
@@ -123,6 +124,7 @@ class RenderedPrompt:
     stop_token_ids: tuple[int, ...]
     tool_names: frozenset[str] = frozenset()
     tool_calls_allowed: bool = True
+    callable_tools: frozenset[str] | None = None
     max_tool_calls: int | None = None
     grammar: GrammarSpec | None = None
 

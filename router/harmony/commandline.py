@@ -31,6 +31,7 @@ from antiphon.router.harmony.vocabulary import load_vocabulary
 from antiphon.router.openai.chat_schema import ChatCompletionRequest
 from antiphon.router.openai.chat_translate import to_conversation
 from antiphon.router.openai.request_fields import parse_body
+from antiphon.router.openai.tool_choice import ALLOWED_TOOLS
 
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
@@ -181,8 +182,23 @@ def tool_policy_of(tools_json: str | bytes) -> ToolPolicy:
     return ToolPolicy(
         names=names or None,
         surface=request.get("tool_choice") != "none",
+        allowed=_allowed_names(request.get("tool_choice")),
         max_calls=1 if request.get("parallel_tool_calls") is False else None,
     )
+
+
+def _allowed_names(choice: JsonValue) -> frozenset[str] | None:
+    """The functions that a request's ``tool_choice`` leaves to be called; None when it names none."""
+    if not isinstance(choice, dict):
+        return None
+    if choice.get("type") != ALLOWED_TOOLS:
+        name = _tool_name(choice)
+        return None if name is None else frozenset((name,))
+    group = choice.get(ALLOWED_TOOLS, choice)
+    tools = group.get("tools") if isinstance(group, dict) else None
+    if not isinstance(tools, list):
+        raise TranscriptError("the allowed tools are not a JSON list")
+    return frozenset(name for tool in tools if (name := _tool_name(tool)) is not None)
 
 
 def _tool_name(tool: JsonValue) -> str | None:

@@ -11,7 +11,7 @@ from antiphon.router.formatter import RenderedPrompt
 from antiphon.router.harmony.grammar import answer_grammar
 from antiphon.router.harmony.markers import END_OF_TEXT, FIRST_SPECIAL, RETURN, START, STOP_IDS
 from antiphon.router.harmony.parser import HarmonyParser
-from antiphon.router.harmony.prompt import conversation_messages, offered_tools
+from antiphon.router.harmony.prompt import conversation_messages
 from antiphon.router.harmony.recipients import ToolPolicy
 from antiphon.router.harmony.vocabulary import Vocabulary, load_vocabulary
 
@@ -58,11 +58,14 @@ class HarmonyFormatter:
         for message in conversation_messages(conversation, self._current_date()):
             ids += message.token_ids(self.vocabulary)
         ids += (START, *self.vocabulary.encode("assistant"))
+        choice = conversation.tool_choice
+        chosen = choice.mode is ToolChoiceMode.NAMED or choice.allowed is not None
         return RenderedPrompt(
             token_ids=ids,
             stop_token_ids=STOP_IDS,
-            tool_names=frozenset(tool.name for tool in offered_tools(conversation)),
-            tool_calls_allowed=conversation.tool_choice.mode is not ToolChoiceMode.NONE,
+            tool_names=frozenset(tool.name for tool in conversation.offered_tools),
+            tool_calls_allowed=choice.mode is not ToolChoiceMode.NONE,
+            callable_tools=frozenset(t.name for t in conversation.callable_tools) if chosen else None,
             max_tool_calls=None if conversation.parallel_tool_calls else 1,
             grammar=answer_grammar(conversation, self.vocabulary),
         )
@@ -72,6 +75,7 @@ class HarmonyFormatter:
         policy = ToolPolicy(
             names=prompt.tool_names or None,
             surface=prompt.tool_calls_allowed,
+            allowed=prompt.callable_tools,
             max_calls=prompt.max_tool_calls,
         )
         return HarmonyParser(self.vocabulary.pieces, policy)

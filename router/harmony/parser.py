@@ -306,7 +306,7 @@ class HarmonyParser:
             self._writer.open(Sink.REASONING if thought else Sink.CONTENT)
 
     def _route_call(self, function: FunctionRecipient, channel: Channel | None) -> None:
-        if not self._may_surface():
+        if not self._may_surface(function.name):
             self._writer.open(Sink.REASONING)
             return
         if channel is not Channel.COMMENTARY:
@@ -319,9 +319,10 @@ class HarmonyParser:
         functions = (function_of(recipient, self._tools.names) for recipient in reading.recipients)
         return next((function for function in functions if function is not None), None)
 
-    def _may_surface(self) -> bool:
-        """Whether one more call may be shown; one that may not is reasoning, and counted."""
-        if not self._tools.surface:
+    def _may_surface(self, name: str) -> bool:
+        """Whether one more call, of this function, may be shown; else it is reasoning, and counted."""
+        allowed = self._tools.allowed
+        if not self._tools.surface or (allowed is not None and name not in allowed):
             self._repairs[Repair.CALL_NOT_ALLOWED] += 1
             return False
         if self._tools.max_calls is not None and self._writer.calls >= self._tools.max_calls:

@@ -15,7 +15,6 @@ from antiphon.router.conversation import (
     ReasoningEffort,
     ResponseFormat,
     ResponseFormatKind,
-    ToolChoiceMode,
     ToolDefinition,
 )
 from antiphon.router.formatter import InvalidPrompt
@@ -81,11 +80,6 @@ def call_message(name: str, arguments: str) -> HarmonyMessage:
     )
 
 
-def offered_tools(conversation: Conversation) -> tuple[ToolDefinition, ...]:
-    """The tools that the model is told about: none under ``tool_choice`` none."""
-    return () if conversation.tool_choice.mode is ToolChoiceMode.NONE else conversation.tools
-
-
 def conversation_messages(conversation: Conversation, current_date: str) -> Iterator[HarmonyMessage]:
     """Every message of the prompt in order, without the ``<|start|>assistant`` that asks for the answer.
 
@@ -94,7 +88,7 @@ def conversation_messages(conversation: Conversation, current_date: str) -> Iter
     Raises:
         InvalidPrompt: a tool result answers no call, or a participant's name cannot stand in a header.
     """
-    tools = offered_tools(conversation)
+    tools = conversation.offered_tools
     messages = conversation.messages
     leading = 0
     while leading < len(messages) and messages[leading].role in _INSTRUCTING:

@@ -30,12 +30,13 @@ class ToolPolicy:
     """Which calls of an answer are surfaced.
 
     ``names`` are the declared functions; None when the caller does not know them, and then every name that
-    may be a function's is one. ``surface`` is False under ``tool_choice`` none. ``max_calls`` is 1 when calls
-    may not be parallel.
+    may be a function's is one. ``surface`` is False under ``tool_choice`` none; ``allowed`` are the functions
+    that it leaves to be called, None when it names none. ``max_calls`` is 1 when calls may not be parallel.
     """
 
     names: frozenset[str] | None = None
     surface: bool = True
+    allowed: frozenset[str] | None = None
     max_calls: int | None = None
 
 

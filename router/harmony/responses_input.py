@@ -25,14 +25,13 @@ from antiphon.router.conversation import (
 from antiphon.router.openai.chat_schema import ContentPart, FunctionParam
 from antiphon.router.openai.chat_translate import (
     check_schemas,
-    choice_of_mode,
     content_text,
     define_tools,
-    named_choice,
     reasoning_effort,
 )
 from antiphon.router.openai.errors import invalid, unsupported
 from antiphon.router.openai.request_fields import ApiModel, NestedModel
+from antiphon.router.openai.tool_choice import ALLOWED_TOOLS, allowed_choice, choice_of_mode, named_choice
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 _SEPARATOR = "\n"
@@ -61,11 +60,20 @@ class ResponsesTool(NestedModel):
     strict: bool | None = None
 
 
-class ResponsesToolChoice(NestedModel):
-    """Forces one function."""
+class ResponsesAllowedTool(NestedModel):
+    """One of the tools that may be called."""
 
     type: str
     name: str | None = None
+
+
+class ResponsesToolChoice(NestedModel):
+    """Forces one function (type ``function``), or leaves some to choose from (type ``allowed_tools``)."""
+
+    type: str
+    name: str | None = None
+    mode: str | None = None
+    tools: list[ResponsesAllowedTool] | None = None
 
 
 class ResponsesReasoning(NestedModel):
@@ -231,6 +239,11 @@ def _tools(given: Iterable[ResponsesTool]) -> tuple[tuple[ToolDefinition, ...], 
 
 def _tool_choice(choice: str | ResponsesToolChoice | None, tools: tuple[ToolDefinition, ...]) -> ToolChoice:
     if isinstance(choice, ResponsesToolChoice):
+        if choice.type == ALLOWED_TOOLS:
+            if choice.tools is None:
+                path = "tool_choice.tools"
+                raise invalid(f"'{path}' is missing.", path, "missing_required_parameter")
+            return allowed_choice(choice.mode, ((t.type, t.name) for t in choice.tools), tools, "tool_choice")
         if choice.type != "function" or choice.name is None:
             raise unsupported("tool_choice", f"a choice of type '{choice.type[:64]}' is not available.")
         return named_choice(choice.name, tools)

@@ -74,11 +74,26 @@ class NamedFunction(NestedModel):
     name: str
 
 
-class NamedToolChoice(NestedModel):
-    """Forces one function."""
+class AllowedToolParam(NestedModel):
+    """One of the tools that may be called."""
 
     type: str
     function: NamedFunction | None = None
+
+
+class AllowedToolsParam(NestedModel):
+    """The tools that may be called, and whether one must be; the prompt names all tools all the same."""
+
+    mode: str
+    tools: list[AllowedToolParam]
+
+
+class ToolChoiceParam(NestedModel):
+    """Forces one function (type ``function``), or leaves some to choose from (type ``allowed_tools``)."""
+
+    type: str
+    function: NamedFunction | None = None
+    allowed_tools: AllowedToolsParam | None = None
 
 
 class JsonSchemaParam(NestedModel):
@@ -106,7 +121,7 @@ class ChatCompletionRequest(SamplingFields, ApiModel):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """Output tokens, reasoning included; up to the end of the context when absent."""
     tools: list[ToolParam] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoiceParam | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """minimal is low, xhigh and max are high; none is refused, since the model always reasons."""

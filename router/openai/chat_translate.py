@@ -13,7 +13,6 @@ from antiphon.router.conversation import (
     ResponseFormatKind,
     ToolCall,
     ToolChoice,
-    ToolChoiceMode,
     ToolDefinition,
 )
 from antiphon.router.demands import demands_of
@@ -21,15 +20,17 @@ from antiphon.router.json_schemas import UnusableSchema, check_schema
 from antiphon.router.openai.chat_schema import (
     HARMLESS_VALUES,
     UNSUPPORTED_FIELDS,
+    AllowedToolsParam,
     ChatCompletionRequest,
     ContentPart,
     FunctionParam,
     MessageParam,
-    NamedToolChoice,
     ResponseFormatParam,
+    ToolChoiceParam,
 )
 from antiphon.router.openai.errors import invalid, unsupported
 from antiphon.router.openai.request_fields import refuse_unsupported
+from antiphon.router.openai.tool_choice import ALLOWED_TOOLS, allowed_choice, choice_of_mode, named_choice
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
@@ -170,34 +171,21 @@ def define_tools(functions: list[tuple[str, FunctionParam]]) -> tuple[ToolDefini
 
 def _tool_choice(request: ChatCompletionRequest, tools: tuple[ToolDefinition, ...]) -> ToolChoice:
     choice = request.tool_choice
-    if isinstance(choice, NamedToolChoice):
+    if isinstance(choice, ToolChoiceParam):
+        if choice.type == ALLOWED_TOOLS:
+            return _allowed(choice.allowed_tools, tools)
         if choice.type != "function" or choice.function is None:
             raise unsupported("tool_choice", f"a choice of type '{choice.type[:64]}' is not available.")
         return named_choice(choice.function.name, tools)
     return choice_of_mode(choice, tools)
 
 
-def choice_of_mode(mode: str | None, tools: tuple[ToolDefinition, ...]) -> ToolChoice:
-    """A tool choice that names no function.
-
-    Raises:
-        ApiError: 400 when a call is required and there is nothing to call.
-    """
-    choice = ToolChoice(ToolChoiceMode(mode or "auto"))
-    if choice.mode is ToolChoiceMode.REQUIRED and not tools:
-        raise invalid("'tool_choice' requires a call, but there is no function to call.", "tool_choice")
-    return choice
-
-
-def named_choice(name: str, tools: tuple[ToolDefinition, ...]) -> ToolChoice:
-    """A tool choice of one function.
-
-    Raises:
-        ApiError: 400 when there is no such function.
-    """
-    if name not in {tool.name for tool in tools}:
-        raise invalid(f"'tool_choice' names '{name[:64]}', which is not among the tools.", "tool_choice")
-    return ToolChoice(ToolChoiceMode.NAMED, name)
+def _allowed(given: AllowedToolsParam | None, tools: tuple[ToolDefinition, ...]) -> ToolChoice:
+    path = f"tool_choice.{ALLOWED_TOOLS}"
+    if given is None:
+        raise invalid(f"'{path}' is missing.", path, "missing_required_parameter")
+    chosen = [(one.type, one.function.name if one.function is not None else None) for one in given.tools]
+    return allowed_choice(given.mode, chosen, tools, path)
 
 
 def _response_format(given: ResponseFormatParam | None) -> ResponseFormat:

@@ -63,6 +63,15 @@ JSON_OR_CALL = asking(response_format=JSON, tools=(GET,))
 ANY_CALL = asking(tools=(GET, GET_WEATHER), tool_choice=REQUIRED)
 THIS_CALL = asking(tools=(GET, GET_WEATHER), tool_choice=NAMED)
 STRICT_CALL = asking(tools=(STRICT, GET_WEATHER))
+ONE_OF_TWO = asking(
+    tools=(GET, GET_WEATHER), tool_choice=ToolChoice(ToolChoiceMode.AUTO, allowed=frozenset({"get_weather"}))
+)
+ONLY_ONE_OF_TWO = asking(
+    tools=(GET, GET_WEATHER), tool_choice=ToolChoice(ToolChoiceMode.REQUIRED, allowed=frozenset({"get"}))
+)
+NONE_OF_TWO = asking(
+    tools=(GET, GET_WEATHER), tool_choice=ToolChoice(ToolChoiceMode.AUTO, allowed=frozenset())
+)
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +121,13 @@ def stops_at(compiler: GrammarCompiler, grammar: GrammarSpec, token_ids: list[in
         (STRICT_CALL, "<|channel|>final<|message|>any {text}<|return|>"),
         (
             STRICT_CALL,
-            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + CALLS[0] + ARGUMENTS,
+            PREAMBLE + CALLS[0] + ARGUMENTS,
         ),
         (STRICT_CALL, " to=functions.get_weather<|channel|>commentary json<|message|>free<|call|>"),
+        (ONE_OF_TWO, THINK + " to=functions.get_weather<|channel|>commentary json<|message|>free<|call|>"),
+        (ONE_OF_TWO, PREAMBLE + "<|channel|>final<|message|>any {text}<|return|>"),
+        *((ONLY_ONE_OF_TWO, THINK + header + ARGUMENTS) for header in CALLS),
+        (NONE_OF_TWO, THINK + "<|channel|>final<|message|>any {text}<|return|>"),
     ],
 )
 def test_what_a_model_should_write_may_be_written(
@@ -140,6 +153,12 @@ def test_what_a_model_should_write_may_be_written(
         (ANY_CALL, THINK + " to=functions.get<|channel|>commentary json<|message|>", "["),
         (THIS_CALL, THINK + " to=functions.get", "_weather"),
         (STRICT_CALL, " to=functions.get<|channel|>commentary json<|message|>", "1"),
+        (ONE_OF_TWO, THINK + " to=functions.get", "<|channel|>"),
+        (ONE_OF_TWO, "<|channel|>commentary to=functions.get", " json"),
+        (ONLY_ONE_OF_TWO, " to=functions.get", "_weather"),
+        (ONLY_ONE_OF_TWO, "<|channel|>", "final"),
+        (NONE_OF_TWO, "", " to"),
+        (NONE_OF_TWO, "<|channel|>commentary", " to"),
     ],
 )
 def test_what_breaks_the_form_cannot_be_written(

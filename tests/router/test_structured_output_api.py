@@ -26,6 +26,11 @@ def function(name: str, parameters: Any = SCHEMA, **more: Any) -> dict[str, Any]
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
 
 
+def allowed(mode: Any, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def chat_format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
 
@@ -50,6 +55,17 @@ async def deployment(deploy):
             [{"type": "object", "properties": {}, "additionalProperties": False}],
         ),
         ({"tools": [function("f", strict=True), function("g", BAD)]}, [SCHEMA]),
+        (
+            {"tools": [function("f"), function("g", BAD)], "tool_choice": allowed("required", "f")},
+            [SCHEMA],
+        ),
+        (
+            {
+                "tools": [function("f", strict=True), function("g", BAD)],
+                "tool_choice": allowed("auto", "f", "f"),
+            },
+            [SCHEMA],
+        ),
         ({"tools": [function("f", {"properties": {}}, strict=True)]}, [{"type": "object", "properties": {}}]),
     ],
 )
@@ -126,6 +142,58 @@ async def test_a_schema_that_cannot_be_followed_names_its_part(deployment, field
 )
 async def test_a_responses_schema_that_cannot_be_followed_names_its_part(deployment, fields, param):
     response = await deployment.http.post("/v1/responses", json={"model": "tiny", "input": "hi", **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        (allowed("none", "f"), "tool_choice.allowed_tools.mode"),
+        (allowed(7, "f"), "tool_choice.allowed_tools.mode"),
+        (allowed("auto", "other"), "tool_choice.allowed_tools.tools[0]"),
+        (allowed("required"), "tool_choice.allowed_tools.tools"),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [{"type": "web_search"}]},
+            },
+            "tool_choice.allowed_tools.tools",
+        ),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function"}]}},
+            "tool_choice.allowed_tools.tools[0].name",
+        ),
+    ],
+)
+async def test_allowed_tools_that_mean_nothing_name_the_field(deployment, choice, param):
+    tools = [function("f"), function("g")]
+    response = await deployment.chat(tools=tools, tool_choice=choice)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({}, "tool_choice.tools"),
+        ({"mode": "none", "tools": []}, "tool_choice.mode"),
+        ({"tools": []}, "tool_choice.mode"),
+        ({"mode": "auto", "tools": [{"type": "function", "name": "other"}]}, "tool_choice.tools[0]"),
+        ({"mode": "required", "tools": []}, "tool_choice.tools"),
+        ({"mode": "required", "tools": [{"type": "web_search"}]}, "tool_choice.tools"),
+        ({"mode": "auto", "tools": [{"type": "function"}]}, "tool_choice.tools[0].name"),
+    ],
+)
+async def test_allowed_tools_of_a_response_that_mean_nothing_name_the_field(deployment, choice, param):
+    body = {
+        "model": "tiny",
+        "input": "hi",
+        "tools": [{"type": "function", "name": "f"}],
+        "tool_choice": {"type": "allowed_tools", **choice},
+    }
+    response = await deployment.http.post("/v1/responses", json=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
 
