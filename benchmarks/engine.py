@@ -34,6 +34,7 @@ from antiphon.benchmarks.records import (
     checkout_commit,
     now,
 )
+from antiphon.configs.schema import default_graphed_chunks
 from antiphon.engine.events import (
     EngineEvent,
     PagesReserved,
@@ -78,7 +79,14 @@ class Bench:
     """Long chunks read experts in FP8 that lie beside the 4-bit ones."""
 
     def settings(
-        self, *, sequences: int, tokens: int, chunk: int = PAGE, graphs: bool, prefix_cache: bool = False
+        self,
+        *,
+        sequences: int,
+        tokens: int,
+        chunk: int = PAGE,
+        graphs: bool,
+        chunk_graphs: bool = False,
+        prefix_cache: bool = False,
     ) -> EngineSettings:
         """An engine for so many sequences of so many tokens each."""
         pages = -(-tokens // PAGE) + 2
@@ -97,6 +105,7 @@ class Bench:
             headroom_tokens=PAGE,
             overlap=True,
             decode_graphs=graphs,
+            chunk_graph_tokens=default_graphed_chunks(chunk) if chunk_graphs else (),
         )
 
     def engine(self, settings: EngineSettings) -> EngineLoop:
@@ -206,7 +215,9 @@ def decode_point(bench: Bench, batch: int, context: int, steps: int) -> Record:
 def prefill_point(bench: Bench, tokens: int, chunk: int, repeats: int) -> Record:
     """Median time from a prompt of ``tokens`` to its first token; the first prompt warms up."""
     chunk = min(chunk, -(-tokens // PAGE) * PAGE)
-    settings = bench.settings(sequences=2, tokens=tokens + PAGE, chunk=chunk, graphs=True, prefix_cache=True)
+    settings = bench.settings(
+        sequences=2, tokens=tokens + PAGE, chunk=chunk, graphs=True, chunk_graphs=True, prefix_cache=True
+    )
     loop = bench.engine(settings)
     times = []
     for number in range(repeats + 1):
@@ -220,6 +231,7 @@ def prefill_point(bench: Bench, tokens: int, chunk: int, repeats: int) -> Record
     form: Form = "fp8" if bench.resident_fp8 else "mxfp4"
     resident = "mxfp4 and fp8" if bench.resident_fp8 else "mxfp4"
     extra: dict[str, object] = {"resident_weights": resident, "chunk_tokens": chunk, "repeats": repeats}
+    extra["road"] = loop.executor.road
     floor = prefill_floor_ms(bench.model.config, tokens, form)
     value = statistics.median(times[1:])
     return _record(bench, BENCH_PREFILL, value, floor, extra, batch=1, input_tokens=tokens)
