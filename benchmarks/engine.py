@@ -192,7 +192,7 @@ def decode_spread(bench: Bench, batch: int, context: int) -> float:
 def decode_point(bench: Bench, batch: int, context: int, steps: int) -> Record:
     """Median step at one batch size and context."""
     spread = decode_spread(bench, batch, context)
-    _free_memory()
+    free_memory()
     loop = decoding_engine(bench, batch, context, WARMUP_STEPS + steps, graphs=True)
     timed_steps(loop, batch, WARMUP_STEPS)
     times = [seconds * 1e3 for seconds in timed_steps(loop, batch, steps)]
@@ -223,7 +223,7 @@ def prefill_point(bench: Bench, tokens: int, chunk: int, repeats: int) -> Record
     for number in range(repeats + 1):
         prompt = bench.prompt(tokens, number)
         begin = time.perf_counter()
-        _first_token(loop, number, prompt)
+        first_token(loop, number, prompt)
         times.append((time.perf_counter() - begin) * 1e3)
         loop.release(f"p{number}", 1)
         while loop.has_work():
@@ -237,7 +237,7 @@ def prefill_point(bench: Bench, tokens: int, chunk: int, repeats: int) -> Record
     return _record(bench, BENCH_PREFILL, value, floor, extra, batch=1, input_tokens=tokens)
 
 
-def _first_token(loop: EngineLoop, number: int, prompt: tuple[int, ...]) -> None:
+def first_token(loop: EngineLoop, number: int, prompt: tuple[int, ...]) -> None:
     """Prefill as a prefill worker does, then the decode step, over the same pages."""
     loop.submit(EngineRequest(f"p{number}", 1, RequestKind.PREFILL_ONLY, prompt))
     _step_until(loop, PrefillComputed)
@@ -296,19 +296,19 @@ def run(bench: Bench, options: argparse.Namespace) -> list[Record]:
     records = []
     for context in _numbers(options.contexts):
         for batch in _numbers(options.batches):
-            _free_memory()
+            free_memory()
             record = decode_point(bench, batch, context, options.steps)
             records.append(record)
             _say(record, f"decode, batch {batch}, context {context}")
     for tokens in _numbers(options.prefill):
-        _free_memory()
+        free_memory()
         record = prefill_point(bench, tokens, options.chunk, options.repeats)
         records.append(record)
         _say(record, f"prefill, {tokens} tokens")
     return records
 
 
-def _free_memory() -> None:
+def free_memory() -> None:
     """The engine of the point before, and its pages, must be gone before the next one takes its own."""
     gc.collect()
     if torch.cuda.is_available():

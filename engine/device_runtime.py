@@ -160,6 +160,7 @@ class CudaRuntime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool: Any = None  # torch names its type only privately
+        self._aside: torch.cuda.Stream | None = None
 
     def host_memory(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Pinned memory."""
@@ -182,7 +183,7 @@ class CudaRuntime:
         stream; only outputs, which live on, are kept apart.
         """
         with torch.cuda.device(self.device):
-            _run_aside(compute)
+            self._run_aside(compute)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
                 output = compute()
@@ -206,9 +207,9 @@ class CudaRuntime:
             begin()
 
         with torch.cuda.device(self.device):
-            _run_aside(lambda: compute(_go_straight_on))
+            self._run_aside(lambda: compute(_go_straight_on))
             torch.cuda.synchronize()
-            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream()):
                 begin()
                 try:
                     output = compute(cut)
@@ -217,14 +218,19 @@ class CudaRuntime:
             self._pool = graphs[-1].pool()
         return _CudaGraphs(graphs, output)
 
+    def _stream(self) -> torch.cuda.Stream:
+        """Where work is recorded. Always the same one: libraries hold a workspace for each stream."""
+        if self._aside is None:
+            self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return self._aside
 
-def _run_aside(compute: Callable[[], Tensor]) -> None:
-    """Run it on another stream, as a capture will: kernels are compiled and libraries set up afterwards."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        compute()
-    torch.cuda.current_stream().wait_stream(stream)
+    def _run_aside(self, compute: Callable[[], Tensor]) -> None:
+        """Run it as it will be recorded: kernels are compiled and libraries set up afterwards."""
+        stream = self._stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 def runtime_for(device: torch.device) -> DeviceRuntime:
