@@ -30,9 +30,10 @@ from antiphon.engine.loop import EngineLoop
 
 RESIDENT_FP8 = frozenset({"gpt-oss-20b"})
 """Models whose FP8 experts fit beside the 4-bit ones on one card."""
-LARGEST_ERROR = 0.1
-"""Relative L2 of keys and values between chunks padded and not. Padding may change how products are cut,
-and so how they round and which of two experts is chosen; a wrong page or slot gives 1."""
+FIRST_LAYER_ERROR, LARGEST_ERROR = 0.005, 0.5
+"""Relative L2 of keys and values between chunks padded and not: of the first layer, and of any. Padding may
+change how products are cut and so how they round, which a random model amplifies from layer to layer; a wrong
+page or slot gives more than 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +154,12 @@ def timed_prompts(loop: EngineLoop, runtime: TimedRuntime, prompts: Sequence[tup
     return Split(**{name: statistics.median(each[name] for each in fields) for name in fields[0]})
 
 
-def page_error(one: EngineLoop, other: EngineLoop) -> float:
-    """Relative L2 between the pages of two engines that did the same, layer by layer; the largest."""
-    worst = 0.0
-    for group in ("full", "sliding"):
-        a, b = one.kv_cache.memory(group), other.kv_cache.memory(group)
-        for layer in range(a.shape[1]):
-            worst = max(worst, _relative(a[:, layer].float(), b[:, layer].float()))
-    return worst
+def page_errors(one: EngineLoop, other: EngineLoop) -> list[float]:
+    """Relative L2 between the pages of two engines that did the same, by layer."""
+    layers = range(one.kv_cache.model.num_hidden_layers)
+    return [
+        _relative(one.kv_cache.layer(layer).float(), other.kv_cache.layer(layer).float()) for layer in layers
+    ]
 
 
 def _relative(value: Tensor, expected: Tensor) -> float:
@@ -180,12 +179,13 @@ def point(bench: Bench, tokens: int, chunk: int, repeats: int) -> dict[str, obje
         capture_s = time.perf_counter() - begin
         splits[name] = timed_prompts(loop, runtime, prompts)
         loops.append(loop)
-    error = page_error(loops[1], loops[0])
+    errors = page_errors(loops[1], loops[0])
     for name, split in splits.items():
         prompt = f"prompt: host {split.prompt_issue_ms:7.2f} device {split.prompt_device_ms:7.2f}"
         step = f"first step: host {split.decode_issue_ms:5.2f} device {split.decode_device_ms:5.2f}"
         head = f"{bench.name} {tokens:6d} {name:6s} {split.total_ms:8.2f} ms"
-        print(f"{head} | {prompt} | {step} | rest {split.rest_ms:5.2f} | pages {error:.1e}", flush=True)
+        pages = f"pages {errors[0]:.1e} to {max(errors):.1e}"
+        print(f"{head} | {prompt} | {step} | rest {split.rest_ms:5.2f} | {pages}", flush=True)
     return {
         "model": bench.name,
         "input_tokens": tokens,
@@ -193,8 +193,8 @@ def point(bench: Bench, tokens: int, chunk: int, repeats: int) -> dict[str, obje
         "repeats": repeats,
         "road": loops[1].executor.road,
         "start_s": capture_s,
-        "page_error": error,
-        "ok": error <= LARGEST_ERROR,
+        "page_errors": errors,
+        "ok": errors[0] <= FIRST_LAYER_ERROR and max(errors) <= LARGEST_ERROR,
         **{name: {**asdict(split), "rest_ms": split.rest_ms} for name, split in splits.items()},
     }
 
