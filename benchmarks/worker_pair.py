@@ -19,6 +19,7 @@ from pathlib import Path
 
 from antiphon.benchmarks.pair_processes import StandInRouter, running, until
 from antiphon.benchmarks.records import Record, append_records, checkout_commit, now
+from antiphon.benchmarks.split.run import device_name
 
 
 class Prompts:
@@ -92,7 +93,7 @@ def main() -> None:
     options = parser.parse_args()
     lengths = [int(tokens) for tokens in options.tokens.split(",")]
     longest = max(*lengths, options.context) + 4096
-    device = "NVIDIA H200" if options.device == "cuda" else "CPU"
+    device = device_name(options.device == "cuda")
     for colocated in (False, True):
         records: list[Record] = []
         where = "1 GPU" if colocated else "prefill TP1 + decode TP1"

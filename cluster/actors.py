@@ -93,7 +93,7 @@ class WorkerActor:
         """A snapshot; while the model loads, one that says so."""
         if self._worker is None:
             return ProcessStatus(self._worker_id, False, "loading the model", None, 0, 0)
-        seen = self._worker.status()
+        seen = await asyncio.to_thread(self._worker.status)
         return ProcessStatus(
             worker_id=self._worker_id,
             ready=seen.ready,

@@ -11,7 +11,7 @@ import typer
 from antiphon import __version__
 from antiphon.cluster.cli_bench import bench_app
 from antiphon.cluster.cli_eval import eval_command
-from antiphon.cluster.cli_operate import roll, scale, status
+from antiphon.cluster.cli_operate import roll, scale, status, upgrade
 from antiphon.cluster.cli_plan import plan
 from antiphon.protocol.errors import AntiphonError
 
@@ -29,6 +29,7 @@ kernels_app = typer.Typer(help="Build GPU kernels ahead of time.", no_args_is_he
 app.command()(plan)
 app.command()(scale)
 app.command()(roll)
+app.command()(upgrade)
 app.command()(status)
 app.command("eval")(eval_command)
 app.add_typer(bench_app, name="bench")

@@ -1,4 +1,4 @@
-"""``antiphon scale``, ``antiphon roll`` and ``antiphon status``: to a deployment that runs."""
+"""``antiphon scale | roll | upgrade | status``: to a deployment that runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from antiphon.cluster.control import Answer, AskStatus, Request, RollAll, ScalePool, ask, find_socket
+from antiphon.cluster.control import (
+    Answer,
+    AskStatus,
+    Request,
+    RollAll,
+    ScalePool,
+    UpgradeTo,
+    ask,
+    find_socket,
+)
 from antiphon.protocol.errors import ConfigError
 
 Socket = Annotated[
@@ -33,6 +42,14 @@ def scale(
 def roll(socket: Socket = None) -> None:
     """Restart every process of a running deployment, one at a time, while the others serve."""
     _show(_ask(socket, RollAll()))
+
+
+def upgrade(
+    revision: Annotated[str, typer.Argument(help="ray.revision in the deployment file as it is now.")],
+    socket: Socket = None,
+) -> None:
+    """Replace the workers of a running deployment by those of a new revision, without a failed request."""
+    _show(_ask(socket, UpgradeTo(revision)))
 
 
 def status(socket: Socket = None) -> None:

@@ -47,7 +47,14 @@ def serve(
         print(f"{greeting}Watch it with: {_own_name()} top {deployment.metrics_url}\n", flush=True)
 
     print("Starting Ray, prefill, decode and the router ...", file=sys.stderr, flush=True)
-    asyncio.run(serve_until_stopped(resolved, on_ready=announce))
+
+    def reread() -> DeploymentConfig:
+        now = read_config(model, config_file, port, verbose=verbose, metrics_compat=metrics_compat)
+        return resolve_deployment(now).config
+
+    asyncio.run(
+        serve_until_stopped(resolved, on_ready=announce, reread=reread if config_file is not None else None)
+    )
     print("Stopped.", file=sys.stderr)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -32,11 +33,17 @@ class RollAll(msgspec.Struct, frozen=True, tag="roll", forbid_unknown_fields=Tru
     """Restart every process, one at a time."""
 
 
+class UpgradeTo(msgspec.Struct, frozen=True, tag="upgrade", forbid_unknown_fields=True):
+    """Replace all workers by those of this revision, as the deployment file now describes them."""
+
+    revision: str
+
+
 class AskStatus(msgspec.Struct, frozen=True, tag="status", forbid_unknown_fields=True):
     """Say what runs."""
 
 
-Request = ScalePool | RollAll | AskStatus
+Request = ScalePool | RollAll | UpgradeTo | AskStatus
 
 
 class MemberReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,7 +99,9 @@ class ControlServer:
             owned = folder.stat()
             if owned.st_uid != os.getuid() or owned.st_mode & 0o077:
                 raise ConfigError(f"{folder}: belongs to another user, or is open to others")
-            self.path.unlink(missing_ok=True)
+            for path in folder.glob("*.sock"):
+                if not _listens(path):  # of a supervisor that was killed
+                    path.unlink(missing_ok=True)
             self._server = await asyncio.start_unix_server(self._serve, str(self.path))
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot listen: {error.strerror or error}") from error
@@ -108,6 +117,8 @@ class ControlServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             line = await reader.readline()
+            if not line:
+                return  # only looked whether anybody listens
             writer.write(msgspec.json.encode(await self._answer(line)) + b"\n")
             await writer.drain()
         except ConnectionError:
@@ -127,13 +138,26 @@ class ControlServer:
             return Answer(error=str(error))
 
 
+def _listens(path: Path) -> bool:
+    """Whether anybody listens: a killed process leaves its socket behind, and its number to others."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # too busy to answer at once, or not ours to open: not dead
+            return True
+    return True
+
+
 def find_socket() -> Path:
     """The socket of the one deployment of this user that runs here.
 
     Raises:
         ControlFailed: none runs, or several do.
     """
-    alive = [path for path in sorted(control_folder().glob("*.sock")) if Path("/proc", path.stem).exists()]
+    alive = [path for path in sorted(control_folder().glob("*.sock")) if _listens(path)]
     if not alive:
         raise ControlFailed("no deployment of this user runs on this machine")
     if len(alive) > 1:

@@ -19,6 +19,7 @@ from antiphon.cluster.ray_cluster import Interrupted, RayCluster
 from antiphon.cluster.resolution import ResolvedDeployment
 from antiphon.cluster.supervisor import Supervisor
 from antiphon.cluster.supervisor_metrics import SupervisorMetrics, supervisor_pages
+from antiphon.cluster.upgrade import Upgrade
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Role
@@ -32,8 +33,11 @@ class Deployment:
     ``metrics_url`` is the base of the supervisor's pages: /metrics, and /targets that names all others.
     """
 
-    def __init__(self, supervisor: Supervisor, metrics_url: str = "") -> None:
+    def __init__(
+        self, supervisor: Supervisor, metrics_url: str = "", cluster: RayCluster | None = None
+    ) -> None:
         self.supervisor = supervisor
+        self.cluster = cluster
         self.metrics_url = metrics_url
 
     @property
@@ -96,7 +100,7 @@ async def deploy(
         try:
             with supervisor_pages(config, metrics) as metrics_url:
                 await _unless_stopped(stop or asyncio.Event(), supervisor.start())
-                yield Deployment(supervisor, metrics_url)
+                yield Deployment(supervisor, metrics_url, cluster)
         finally:
             await supervisor.stop(config.router.drain_timeout_s)
 
@@ -105,8 +109,11 @@ async def serve_until_stopped(
     resolved: ResolvedDeployment,
     *,
     on_ready: Callable[[Deployment], None],
+    reread: Callable[[], DeploymentConfig] | None = None,
 ) -> None:
     """Run a deployment until SIGINT or SIGTERM, which drain it; a second one cuts the draining short.
+
+    ``reread`` gives the configuration as its file has it now; without it the deployment cannot be upgraded.
 
     Raises:
         AntiphonError: it could not start, or cannot go on.
@@ -117,7 +124,13 @@ async def serve_until_stopped(
         async with deploy(resolved, stop=stop) as deployment:
             await _unless_stopped(stop, deployment.wait_ready())
             if not stop.is_set():
-                operations = Operations(deployment.supervisor, resolved.config.router.drain_timeout_s)
+                drain_timeout_s = resolved.config.router.drain_timeout_s
+                upgrade = None
+                if reread is not None and deployment.cluster is not None:
+                    upgrade = Upgrade(
+                        deployment.supervisor, deployment.cluster.adopt, resolved.config, reread
+                    )
+                operations = Operations(deployment.supervisor, drain_timeout_s, upgrade)
                 async with ControlServer(operations.carry_out), autoscaling(deployment, resolved.config):
                     on_ready(deployment)
                     await _unless_stopped(stop, deployment.supervisor.failure())

@@ -21,6 +21,8 @@ GPU_MEMORY_BYTES = 139 * GIB
 CONTEXT_BYTES = 3 * GIB
 """CUDA context, libraries, communicators, the allocator's slack and captured graphs of one process."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+WIDE_TILE = 256
+"""Tokens of the experts' largest tile (``kernels.moe.mixed``, which this module must not load)."""
 
 
 def pools(config: DeploymentConfig) -> Iterator[tuple[Role, WorkerConfig]]:
@@ -174,8 +176,7 @@ def _weights_of(
         return (rest // 2 + values) * size
     if worker.fp8_experts == "resident":
         return sum(stored.values()) + values
-    one_layer = values // model.num_hidden_layers  # the scratch that a layer at a time is widened into
-    return sum(stored.values()) + one_layer
+    return sum(stored.values()) + values // model.hidden_size  # a byte for the exponent of every row
 
 
 def _page_bytes(config: DeploymentConfig, worker: WorkerConfig, model: GptOssConfig) -> int:
@@ -188,14 +189,19 @@ def _page_bytes(config: DeploymentConfig, worker: WorkerConfig, model: GptOssCon
 
 
 def _workspace_bytes(config: DeploymentConfig, role: Role, worker: WorkerConfig, model: GptOssConfig) -> int:
-    """An upper estimate: residual stream, norm, projection, experts' inputs and outputs, logits, staging."""
+    """An upper estimate: residual stream, norm, projection, experts' inputs and outputs, logits, staging.
+
+    On a GPU every expert's last tile of tokens may be nearly empty.
+    """
     size = DTYPE_BYTES[config.model.dtype]
     computes = role is Role.PREFILL or worker.local_prefill != "never"
     tokens = max(worker.max_batch_size, worker.chunk_tokens if computes else 0)
     heads = (model.num_attention_heads + 2 * model.num_key_value_heads) // worker.tensor_parallel
     per_token = 4 * model.hidden_size + 2 * heads * model.head_dim
-    per_token += model.experts_per_token * 3 * (model.intermediate_size + MXFP4_BLOCK)
-    activations = tokens * per_token * size
+    per_pair = 3 * (model.intermediate_size + MXFP4_BLOCK)
+    experts = model.num_experts // (worker.tensor_parallel if worker.expert_parallel else 1)
+    spare = experts * WIDE_TILE if worker.device == "cuda" else 0
+    activations = (tokens * (per_token + model.experts_per_token * per_pair) + spare * per_pair) * size
     logits = 3 * 4 * worker.max_batch_size * model.vocab_size if role is Role.DECODE else 0
     slots = config.staging_slots("prefill" if role is Role.PREFILL else "decode")
     staging = slots * config.transfer.staging_slot_mib * 2**20

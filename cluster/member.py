@@ -143,12 +143,13 @@ class MemberLives:
             member.state, member.address, member.status = MemberState.LOST, None, None
             member.told_version = -1
             self._watcher.on_change()
-            if member.retired:
+            if not member.retired:
+                delay_s = self._backoff_s(member, time.monotonic() - began)
+                log.warning("lost", worker_id=worker_id, reason=reason, restart_in_s=delay_s)
+                await asyncio.sleep(delay_s)
+            if member.retired:  # perhaps during the backoff
                 log.info("retired", worker_id=worker_id)
                 return
-            delay_s = self._backoff_s(member, time.monotonic() - began)
-            log.warning("lost", worker_id=worker_id, reason=reason, restart_in_s=delay_s)
-            await asyncio.sleep(delay_s)
             member.restarts += 1
 
     def _never_started(self, member: Member, error: StartFailed) -> None:

@@ -1,9 +1,10 @@
-"""What a running deployment does when asked: change a pool's size, restart everything, say how it is."""
+"""What a running deployment does when asked: resize a pool, restart or replace processes, say how it is."""
 
 from __future__ import annotations
 
-from antiphon.cluster.control import Answer, AskStatus, MemberReport, Request, RollAll, ScalePool
+from antiphon.cluster.control import Answer, AskStatus, MemberReport, Request, RollAll, ScalePool, UpgradeTo
 from antiphon.cluster.supervisor import OperationFailed, Supervisor
+from antiphon.cluster.upgrade import Upgrade
 from antiphon.protocol.identity import Role
 
 SCALABLE = (Role.PREFILL, Role.DECODE)
@@ -12,8 +13,14 @@ SCALABLE = (Role.PREFILL, Role.DECODE)
 class Operations:
     """Carries out requests on one supervisor, one at a time."""
 
-    def __init__(self, supervisor: Supervisor, drain_timeout_s: float) -> None:
-        """``drain_timeout_s``: what a process gets to finish what it holds before it is ended."""
+    def __init__(
+        self, supervisor: Supervisor, drain_timeout_s: float, upgrade: Upgrade | None = None
+    ) -> None:
+        """``drain_timeout_s``: what a process gets to finish what it holds before it is ended.
+
+        Without ``upgrade`` the deployment has no file from which a new revision could be read.
+        """
+        self._upgrade = upgrade
         self._supervisor = supervisor
         self._drain_timeout_s = drain_timeout_s
 
@@ -29,6 +36,10 @@ class Operations:
             case RollAll():
                 restarted = await self._supervisor.roll(self._drain_timeout_s)
                 return Answer(f"{restarted} processes were restarted", self._members())
+            case UpgradeTo():
+                if self._upgrade is None:
+                    raise OperationFailed("upgrade: this deployment was not started from a file")
+                return Answer(await self._upgrade.to(request.revision), self._members())
             case AskStatus():
                 return Answer("", self._members())
 

@@ -15,6 +15,7 @@ class ProcessSpec:
 
     ``cpus`` and ``gpus`` are what each of its ``ranks`` processes reserves in its placement group, of a GPU
     perhaps only a share; ``threads`` bounds the compute threads of the libraries inside one of them.
+    A worker's ``revision`` names the configuration that it runs with and the nodes that it runs on.
     """
 
     worker_id: str
@@ -23,6 +24,7 @@ class ProcessSpec:
     gpus: float
     threads: int
     ranks: int = 1
+    revision: str = ""
 
 
 def plan_processes(config: DeploymentConfig) -> tuple[ProcessSpec, ...]:
@@ -42,6 +44,7 @@ def plan_processes(config: DeploymentConfig) -> tuple[ProcessSpec, ...]:
                 gpus=gpus,
                 threads=worker.cpu_threads,
                 ranks=worker.tensor_parallel,
+                revision=config.ray.revision,
             )
             for index in range(worker.replicas)
         )

@@ -106,6 +106,11 @@ def load_rank(role: Role, config: DeploymentConfig, rank: int, store: Store) -> 
         group.close()  # the others need not wait
         raise
     _log.info("%s rank %d runs on %s", role, rank, fast.road)
+    inexact, blocks = fast.inexact_blocks
+    if inexact:
+        _log.warning(
+            "rank %d: %d of %d blocks of expert weights may lose bits in long chunks", rank, inexact, blocks
+        )
     return fast, group
 
 

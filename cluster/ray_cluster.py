@@ -101,6 +101,7 @@ class RayCluster:
         self._saved_environment: dict[str, str | None] = {}
         self._name = f"antiphon-{secrets.token_hex(4)}"
         self._groups: dict[str, Any] = {}
+        self._worker_configs = {self._config.ray.revision: self._config}
 
     def __enter__(self) -> RayCluster:
         """Start or join the cluster and reserve room for every process.
@@ -130,6 +131,14 @@ class RayCluster:
     def cluster_token(self) -> str:
         """The secret of this deployment's links."""
         return self._cluster_token
+
+    def adopt(self, config: DeploymentConfig) -> None:
+        """From now on workers of this configuration's revision run with it; those of others keep their own.
+
+        Room of the first plan is from here on given back like any other when its process retires.
+        """
+        self._worker_configs[config.ray.revision] = config
+        self._specs = ()
 
     def launch(self, spec: ProcessSpec) -> RayProcess:
         """See Launcher."""
@@ -165,7 +174,9 @@ class RayCluster:
         }
 
     def _config_of(self, spec: ProcessSpec) -> DeploymentConfig:
-        """A router that was given any free port keeps that port over its lives: clients know it by now."""
+        """A worker has that of its revision; a router given any free port keeps that port over its lives."""
+        if spec.role is not Role.ROUTER:
+            return self._worker_configs[spec.revision]
         port = self._router_ports.get(spec.worker_id)
         if port is None:
             return self._config
@@ -304,8 +315,13 @@ def bundle_of(spec: ProcessSpec, rank: int = 0, *, role_resources: bool) -> dict
     if spec.gpus:
         bundle["GPU"] = float(spec.gpus)
     if role_resources and rank == 0:  # the others are on the same node anyway
-        bundle[f"antiphon_{spec.role}"] = 1.0
+        bundle[role_resource(spec)] = 1.0
     return bundle
+
+
+def role_resource(spec: ProcessSpec) -> str:
+    """Ray's custom resource of the nodes that a process may run on."""
+    return f"antiphon_{spec.role}_{spec.revision}" if spec.revision else f"antiphon_{spec.role}"
 
 
 @functools.cache

@@ -131,25 +131,64 @@ class Supervisor:
     async def roll(self, drain_timeout_s: float) -> int:
         """Restart every process, one at a time, while the others serve; how many there were.
 
-        A pool of one worker gets a second one for the time being, where there is room for it. A single router
-        cannot be doubled, because both would need its port: clients find nobody while it restarts.
+        A pool of one worker gets a second one for the time being; without room for it nothing of the pool is
+        restarted. A single router cannot be doubled, because both would need its port: clients find nobody
+        while it restarts.
 
         Raises:
-            OperationFailed: a process did not come back.
+            OperationFailed: a process did not come back, or a second one found no room.
         """
         async with self._operation:
-            restarted = 0
-            for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
-                originals = self.of_role(role)
-                alone = len(originals) == 1 and role is not Role.ROUTER
-                if alone:
-                    await self._scale(role, 2, drain_timeout_s)
-                for member in originals:
-                    await self._restart(member, drain_timeout_s)
-                    restarted += 1
-                if alone:
-                    await self._scale(role, 1, drain_timeout_s)
-            return restarted
+            restarted: list[str] = []
+            try:
+                for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
+                    await self._roll_pool(role, drain_timeout_s, restarted)
+            except OperationFailed as error:
+                before = ", ".join(restarted) or "nothing"
+                raise OperationFailed(f"{error}; restarted before that: {before}") from error
+            return len(restarted)
+
+    async def _roll_pool(self, role: Role, drain_timeout_s: float, restarted: list[str]) -> None:
+        originals = self.of_role(role)
+        alone = len(originals) == 1 and role is not Role.ROUTER
+        if alone:
+            await self._scale(role, 2, drain_timeout_s)
+        for member in originals:
+            await self._restart(member, drain_timeout_s)
+            restarted.append(member.spec.worker_id)
+        if alone:
+            await self._scale(role, 1, drain_timeout_s)
+
+    async def replace_workers(
+        self, specs: Iterable[ProcessSpec], *, drain_timeout_s: float, ready_timeout_s: float
+    ) -> int:
+        """Start workers like ``specs`` beside those that run, and drain and end the latter once all serve.
+
+        Ids are given anew. Decode workers leave before prefill workers, which they may still need. Returns
+        how many left.
+
+        Raises:
+            OperationFailed: the new ones found no room, could not start or did not come to serve within
+                ``ready_timeout_s``; they are gone again, and those that ran go on.
+        """
+        async with self._operation:
+            leaving = [self.of_role(role) for role in (Role.DECODE, Role.PREFILL)]
+            added: list[Member] = []
+            try:
+                for spec in specs:
+                    added.append(await self._add(spec))
+                async with asyncio.timeout(ready_timeout_s):
+                    for member in added:
+                        await self._serves(member)
+            except (OperationFailed, TimeoutError) as error:
+                reason = str(error) or f"the new workers did not come to serve within {ready_timeout_s:g} s"
+                await asyncio.sleep(0)  # the last one's first life may not have been launched yet
+                left = [m for m in added if m.spec.worker_id in self._members]
+                await asyncio.gather(*(self._retire(m, drain_timeout_s) for m in left))
+                raise OperationFailed(f"nothing was replaced: {reason}") from error
+            for members in leaving:
+                await asyncio.gather(*(self._retire(m, drain_timeout_s) for m in members))
+            return sum(map(len, leaving))
 
     async def _scale(self, role: Role, replicas: int, drain_timeout_s: float) -> None:
         members = self.of_role(role)

@@ -120,4 +120,7 @@ def _load(role: Role, config: DeploymentConfig, mine: WorkerConfig) -> LanguageM
         require_built_kernels(path, mine, "cuda")
     model = load_cuda_model(path, with_unembedding=samples, resident_fp8=mine.fp8_experts == "resident")
     _log.info("%s worker runs on the %s road", role, model.road)
+    inexact, blocks = model.inexact_blocks
+    if inexact:
+        _log.warning("%d of %d blocks of expert weights may lose bits in long chunks", inexact, blocks)
     return model

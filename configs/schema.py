@@ -290,6 +290,10 @@ class RayConfig(Section):
     role_resources: bool = False
     """Each process also reserves 1 of its role's custom resource (``antiphon_prefill``, ``antiphon_decode``,
     ``antiphon_router``), so that it runs only on nodes that were started with it; a running cluster only."""
+    revision: str = pydantic.Field("", max_length=20, pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$")
+    """Names the present form of the workers; ``antiphon upgrade`` goes from one to the next. With
+    ``role_resources`` workers then reserve ``antiphon_prefill_NAME`` and ``antiphon_decode_NAME`` instead, so
+    that those of two revisions run on nodes of their own."""
     placement_timeout_s: float = pydantic.Field(60.0, gt=0)
     """The cluster must have room for every process after this long; more where nodes are still coming up."""
 

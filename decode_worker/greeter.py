@@ -97,6 +97,7 @@ class PrefillGreeter:
         self._living = living
         self._agents = {name: writer for name, writer in self._agents.items() if writer in living}
         self._hellos = {p: h for p, h in self._hellos.items() if Writer(p.worker_id, p.epoch) in living}
+        self._queue = deque(peer for peer in self._queue if peer in self._hellos)
         for peer in [p for p in self._not_vouched if Writer(p.worker_id, p.epoch) in living]:
             self.on_hello(peer, self._not_vouched.pop(peer))
 

@@ -236,10 +236,6 @@ class SequencePages:
             self.pool(group).drop(reversed(pages), Hold.QUARANTINED)
         return True
 
-    def quarantined_attempts(self) -> list[tuple[str, int]]:
-        """Ended attempts whose pages are still set aside."""
-        return list(self._quarantine)
-
     @property
     def quarantined_count(self) -> int:
         """How many ended attempts have pages set aside."""

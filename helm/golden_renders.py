@@ -1,4 +1,4 @@
-"""Write what the chart's examples render to, or with ``--check`` say which files are out of date.
+"""Write what examples and steps of an upgrade render to, or with ``--check`` say which files are out of date.
 
 The files are for reviewers: a change of a template shows in a commit as the difference that a cluster sees.
 Dashboards are left out, which are files of their own, and a Secret's random values are named instead.
@@ -10,6 +10,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import helm_python
 import yaml
@@ -18,10 +19,30 @@ CHART = Path(__file__).resolve().parent / "antiphon"
 GOLDEN = Path(__file__).resolve().parents[1] / "tests/helm/golden"
 
 
-def rendered(example: Path) -> str:
-    """All documents of an example, in the order of the templates."""
+UPGRADED = "cpu-demo"
+"""The example over which the steps of an upgrade are rendered."""
+
+
+def overlaid(base: Any, change: Any) -> Any:
+    """Values over values, as Helm does it with several files."""
+    if not isinstance(base, dict) or not isinstance(change, dict):
+        return change
+    return base | {key: overlaid(base.get(key), value) for key, value in change.items()}
+
+
+def renders() -> dict[str, Any]:
+    """Name of each golden file -> the values that it is rendered from."""
+    examples = sorted((CHART / "ci").glob("*-values.yaml"))
+    values = {path.name.removesuffix("-values.yaml"): yaml.safe_load(path.read_text()) for path in examples}
+    for step in sorted((CHART / "ci/upgrade").glob("*.yaml")):
+        values[f"upgrade-{step.stem}"] = overlaid(values[UPGRADED], yaml.safe_load(step.read_text()))
+    return values
+
+
+def rendered(values: Any) -> str:
+    """All documents of these values, in the order of the templates."""
     with helm_python.Chart.load(CHART) as chart:
-        manifests = chart.render(yaml.safe_load(example.read_text()), name="demo", namespace="prod")
+        manifests = chart.render(values, name="demo", namespace="prod")
     parts = []
     for path in sorted(manifests):
         text = manifests[path].strip()
@@ -42,8 +63,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
     stale = []
-    for example in sorted((CHART / "ci").glob("*-values.yaml")):
-        path, text = GOLDEN / f"{example.name.removesuffix('-values.yaml')}.yaml", rendered(example)
+    for name, values in renders().items():
+        path, text = GOLDEN / f"{name}.yaml", rendered(values)
         if path.exists() and path.read_text() == text:
             continue
         stale.append(path)

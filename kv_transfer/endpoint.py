@@ -181,7 +181,7 @@ class KvEndpoint:
         self._slots.pop(peer, None)
         sender = self._sender
         if sender is not None:
-            self._transfer.run(lambda transport: sender.forget(peer))
+            self._transfer.soon(lambda: sender.forget(peer))
         for name in sorted(kv.agent_names) if kv is not None else ():
             self._transfer.disconnect(name)
         return _done()
@@ -237,7 +237,7 @@ class KvEndpoint:
         """See RankKv."""
         sender = self._sender
         if sender is not None:
-            self._transfer.run(lambda transport: sender.repeat(request_id, attempt, keys))
+            self._transfer.soon(lambda: sender.repeat(request_id, attempt, keys))
 
     def drop_writer(self, agents: frozenset[str]) -> Future[None]:
         """See RankKv."""

@@ -143,6 +143,10 @@ class TransferThread:
         command = _Command(act_when_ready, abandon)
         self._enqueue(command)
 
+    def soon(self, act: Callable[[], None]) -> None:
+        """Run something on this thread whose outcome nobody waits for; an error in it ends the thread."""
+        self._enqueue(_Command(lambda transport: act(), lambda error: None))
+
     def notify(self, peer: str, payload: bytes, on_done: Callable[[WriteOutcome], None]) -> None:
         """Send a notification that belongs to no write."""
 

@@ -41,7 +41,15 @@ class CheckpointExperts:
 
 
 class ExpertLayers(Protocol):
-    """All layers' routers and experts."""
+    """All layers' routers and experts.
+
+    Attributes:
+        inexact_blocks: blocks of 32 weights (resident FP8: tiles of 128 x 128) that may lose bits in e4m3.
+        blocks: of how many.
+    """
+
+    inexact_blocks: int
+    blocks: int
 
     def add_layer(self, experts: CheckpointExperts) -> None:
         """Take the next layer, in order; the checkpoint's form may be freed afterwards."""
@@ -68,6 +76,8 @@ class ExpertLayers(Protocol):
 
 class PortableExpertLayers:
     """Triton on MXFP4 weights as they are, for any shape."""
+
+    inexact_blocks = blocks = 0
 
     def __init__(self, config: GptOssConfig) -> None:
         self._config = config
@@ -141,9 +151,7 @@ class HopperExpertLayers:
     def __init__(self, config: GptOssConfig, device: torch.device, resident_fp8: bool) -> None:
         self._config = config
         self.resident_fp8 = resident_fp8
-        self.inexact_blocks = 0
-        """Blocks of 32 weights (resident FP8: tiles of 128 x 128) that may lose bits in e4m3."""
-        self.blocks = 0
+        self.inexact_blocks = self.blocks = 0
         self._routers: list[tuple[Tensor, Tensor]] = []
         self._streamed: list[StreamedExperts] = []
         self._exponents: list[RowExponents] = []

@@ -25,6 +25,7 @@ from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write, rotation_table
 from antiphon.kernels.moe import build as moe_build
 from antiphon.kernels.moe import chunk_norm
+from antiphon.kernels.moe.decode import MAX_EXPERTS, SWIGLU_LIMIT, TOP_K
 from antiphon.kernels.reference import ExpertMatrix, PagedSequences
 from antiphon.model.checkpoint.index import open_checkpoint
 from antiphon.model.checkpoint.layout import TensorKind
@@ -44,7 +45,7 @@ class Road(StrEnum):
     """Which family of kernels a model runs on."""
 
     HOPPER = "hopper"
-    """Kernels made for hidden size 2880 on sm_90."""
+    """Kernels made for the published models' shape on sm_90."""
     PORTABLE = "portable"
     """Triton and cuBLAS, for any shape."""
 
@@ -73,7 +74,7 @@ class CudaTransformer:
         with_unembedding: False leaves the output projection out (prefill workers never sample).
         road: None chooses HOPPER where shape and device allow it.
         resident_fp8: on the HOPPER road, hold FP8 experts for long chunks beside the 4-bit ones; False widens
-            a layer at a time, for workers that only decode and for models that fill the device.
+            those while it multiplies, for models that fill the device.
 
     Raises:
         CheckpointError: a parameter is missing, surplus or given twice.
@@ -128,6 +129,11 @@ class CudaTransformer:
     def reserve(self, tokens: int) -> None:
         """See ``model.forward.ReservesBuffers``."""
         self._experts.reserve(tokens)
+
+    @property
+    def inexact_blocks(self) -> tuple[int, int]:
+        """Blocks of expert weights that may lose bits in long chunks, and all; see ``ExpertLayers``."""
+        return self._experts.inexact_blocks, self._experts.blocks
 
     @torch.no_grad()
     def forward(
@@ -253,12 +259,27 @@ def hopper_obstacle(config: GptOssConfig, device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
         return f"{device} is sm_{capability[0]}{capability[1]}, they need sm_90"
-    width = config.num_attention_heads * config.head_dim
-    if (config.hidden_size, width, config.head_dim) != (skinny.HIDDEN, skinny.QUERY_WIDTH, 64):
-        return (
-            f"hidden size {config.hidden_size}, query width {width}, head dim {config.head_dim}; "
-            f"they are made for {skinny.HIDDEN}, {skinny.QUERY_WIDTH}, 64"
-        )
+    return hopper_shape_obstacle(config)
+
+
+def hopper_shape_obstacle(config: GptOssConfig) -> str | None:
+    """What of the model's shape those kernels are not made for; None when nothing. Needs no GPU."""
+    made_for = {
+        "hidden_size": skinny.HIDDEN,
+        "intermediate_size": skinny.HIDDEN,
+        "num_attention_heads": skinny.QUERY_WIDTH // prefill_hopper.HEAD_DIM,
+        "num_key_value_heads": skinny.QUERY_WIDTH // prefill_hopper.HEAD_DIM // prefill_hopper.GROUP,
+        "head_dim": prefill_hopper.HEAD_DIM,
+        "experts_per_token": TOP_K,
+        "swiglu_limit": SWIGLU_LIMIT,
+    }
+    for name, value in made_for.items():
+        if getattr(config, name) != value:
+            return f"{name} is {getattr(config, name)}, they are made for {value}"
+    if config.num_experts > MAX_EXPERTS:
+        return f"num_experts is {config.num_experts}, they are made for at most {MAX_EXPERTS}"
+    if config.sliding_window < prefill_hopper.PAGE:
+        return f"sliding_window is {config.sliding_window}, they are made for at least {prefill_hopper.PAGE}"
     return None
 
 

@@ -83,6 +83,8 @@ class PrefillDispatch:
         self._by_engine_id: dict[str, PrefillJob] = {}
         # Notifications of shipped jobs, so that a lost one can be repeated after the pages were given back.
         self._shipped: OrderedDict[tuple[str, int], tuple[PeerLife, dict[WriteKey, bytes]]] = OrderedDict()
+        self._cut_off: OrderedDict[tuple[str, int], str] = OrderedDict()
+        """Jobs one of whose writes ended with its connection, and how: bytes of it may arrive even now."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -176,12 +178,8 @@ class PrefillDispatch:
                 self._ship(job, event, mark)
 
     def _on_cancel(self, peer: Peer, message: CancelWrites, job: PrefillJob | None) -> None:
-        if job is None:  # gone: nothing of it is under way
-            drained = WritesDrained(message.request_id, message.attempt, self._epoch, message.decode_epoch)
-            self._node.send(peer, drained)
-            return
-        if job.state is JobState.SHIPPED or job.told:  # nothing is under way and nothing will be
-            self._tell_drained(job)
+        if job is None or job.state is JobState.SHIPPED or job.told:  # nothing is and will be under way
+            self._tell_stopped(peer, (message.request_id, message.attempt), message.decode_epoch)
             return
         job.drain_asked = True
         self._cancel(job)
@@ -277,6 +275,10 @@ class PrefillDispatch:
         del job.posted_at[key]
         error = done.exception()
         if isinstance(error, TransferError):
+            if error.stage == "connection":  # also of a job that ends for another reason
+                self._cut_off[job.key] = error.reason
+                if len(self._cut_off) > _REMEMBERED_JOBS:
+                    self._cut_off.popitem(last=False)
             self._fail(job, error.stage, error.reason)
             if error.stage == "connection":
                 self._peers.distrust(job.decode, error.reason)
@@ -340,18 +342,24 @@ class PrefillDispatch:
         self._metrics.job_shipped(job, tail_s)
 
     def _tell_end(self, job: PrefillJob) -> None:
-        """No write of the job can land any more: say so to whoever waits for it."""
+        """No write of the job is under way here any more: say so to whoever waits for it."""
+        decode_epoch = job.request.ticket.decode_epoch
         if job.failure is not None:
             stage, reason = job.failure.stage, job.failure.reason
-            if job.announced:
-                epochs = self._epoch, job.request.ticket.decode_epoch
-                self._node.send(job.decode, WritesFailed(*job.key, *epochs, stage, reason))
+            if job.announced and job.key not in self._cut_off:
+                failed = WritesFailed(*job.key, self._epoch, decode_epoch, stage, reason)
+                self._node.send(job.decode, failed)
             self._node.send(job.router, PrefillFailed(*job.key, stage, reason))
-        if job.drain_asked or (job.failure is None and job.announced):
-            self._tell_drained(job)
+        if job.drain_asked or (job.announced and (job.failure is None or job.key in self._cut_off)):
+            self._tell_stopped(job.decode, job.key, decode_epoch)
 
-    def _tell_drained(self, job: PrefillJob) -> None:
-        self._node.send(job.decode, WritesDrained(*job.key, self._epoch, job.request.ticket.decode_epoch))
+    def _tell_stopped(self, decode: Peer, key: tuple[str, int], decode_epoch: int) -> None:
+        """Never say that a job has drained whose connection broke: the network may hold what it sent."""
+        reason = self._cut_off.get(key)
+        if reason is None:
+            self._node.send(decode, WritesDrained(*key, self._epoch, decode_epoch))
+        else:
+            self._node.send(decode, WritesFailed(*key, self._epoch, decode_epoch, "connection", reason))
 
     def on_lost(self, peer: Peer, reason: str) -> None:
         """A link's session ended: work for that router or into that decode worker is pointless."""

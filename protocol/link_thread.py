@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+LIVENESS_POLL_S = 0.5
+"""How often a call that waits looks whether the thread still runs."""
 
 
 class LinkThread:
@@ -37,7 +40,11 @@ class LinkThread:
         return self._running_loop
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run on the loop and return its result; not from the loop itself, and only while it runs."""
+        """Run on the loop and return its result; not from the loop itself, and only while it runs.
+
+        Raises:
+            RuntimeError: the thread does not run, or was stopped before it came to this.
+        """
         if not self._thread.is_alive():
             raise RuntimeError("the thread does not run")
         if threading.current_thread() is self._thread:
@@ -51,6 +58,9 @@ class LinkThread:
                 future.set_exception(error)
 
         self._loop.call_soon_threadsafe(run)
+        while not wait([future], LIVENESS_POLL_S).done:
+            if not self._thread.is_alive() and not future.done():
+                raise RuntimeError("the thread was stopped before it came to this call")
         return future.result()
 
     def post(self, function: Callable[..., object], *args: object) -> None:

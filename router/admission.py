@@ -50,6 +50,8 @@ class _Waiter:
     arrival: int
     weight: int = field(compare=False)
     admitted: asyncio.Future[None] = field(compare=False)
+    displaced: bool = field(default=False, compare=False)
+    """Its place is somebody else's, though it has not heard of it."""
 
 
 class Admission:
@@ -176,6 +178,8 @@ class Admission:
                 return
             if not waiter.admitted.done():
                 excess -= waiter.weight
+                self._queued -= waiter.weight
+                waiter.displaced = True
                 self._metrics.rejections.labels("displaced").inc()
                 waiter.admitted.set_exception(QueueFull(self._expected_wait_s(self._queued)))
 
@@ -184,7 +188,8 @@ class Admission:
         return sorted(self._holds_s)[len(self._holds_s) // 10] if self._holds_s else 0.0
 
     def _leave_queue(self, waiter: _Waiter) -> None:
-        self._queued -= waiter.weight
+        if not waiter.displaced:
+            self._queued -= waiter.weight
         if waiter.admitted.done() and not waiter.admitted.cancelled() and not waiter.admitted.exception():
             # Admitted in the same moment as it gave up: hand the slots on.
             self._in_flight -= waiter.weight

@@ -21,6 +21,8 @@ MAX_EXPRESSIONS = 100
 """Patterns and formats of a schema, which cost ten times what anything else does."""
 _MAX_PROBES = 500
 """Parts that are compiled on their own to find the one at fault."""
+_MAX_PROBED_BYTES = 4 * MAX_SCHEMA_BYTES
+"""Of those parts together, each with the definitions of the whole: bounds how long the router is held."""
 _DEFINITIONS = ("$defs", "definitions")
 _MAPS_OF_SCHEMAS = (*_DEFINITIONS, "properties", "patternProperties")
 _LISTS_OF_SCHEMAS = ("prefixItems", "anyOf", "oneOf", "allOf")
@@ -80,18 +82,23 @@ def _compile(schema: JsonValue | Schema) -> str | None:
 
 
 def _locate(root: Schema, reason: str) -> _Problem:
-    """The smallest part that cannot be compiled on its own, given the definitions of the whole."""
+    """The smallest part found that cannot be compiled on its own, given the definitions of the whole.
+
+    Where finding a smaller one would hold the router for too long, it is not looked for.
+    """
     definitions = {key: root[key] for key in _DEFINITIONS if key in root}
     part: JsonValue | Schema = root
-    path, probes = "", 0
+    path, probes, probed_bytes = "", 0, 0
     while True:
         for step, child in _children(part):
             if isinstance(child, bool):
                 continue
+            probe = {**definitions, **child} if isinstance(child, dict) else None
             probes += 1
-            if probes > _MAX_PROBES:
+            probed_bytes += len(json.dumps(probe))
+            if probes > _MAX_PROBES or probed_bytes > _MAX_PROBED_BYTES:
                 return _Problem(reason, path)
-            fault = _NO_SCHEMA if not isinstance(child, dict) else _compile({**definitions, **child})
+            fault = _NO_SCHEMA if probe is None else _compile(probe)
             if fault is not None:
                 part, path, reason = child, path + step, fault
                 break

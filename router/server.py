@@ -149,16 +149,20 @@ class RouterServer:
         self._gateway.set_topology(topology)
 
     async def stop(self, drain: bool = True) -> None:
-        """Take nothing new, let what runs finish within ``router.drain_timeout_s``, end the rest, close."""
+        """Take nothing new, let what runs finish within ``router.drain_timeout_s``, end the rest, close.
+
+        The notice on ``/ready`` is part of that time: whoever stops this router waits no longer.
+        """
         if self._context is None or self._server is None or self._serving is None:
             return
         self._draining = True
+        deadline = asyncio.get_running_loop().time() + self._config.router.drain_timeout_s
         if drain:  # whoever asks /ready stops sending; what comes meanwhile is served
             await asyncio.sleep(self._config.router.drain_notice_s)
         self._context.admission.close()
         if drain:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.router.drain_timeout_s):
+                async with asyncio.timeout_at(deadline):
                     await self._context.admission.wait_idle()
         cut = self._context.dispatcher.open_generations
         self._context.dispatcher.abandon_all(EndKind.SHUTDOWN, "the router stopped")

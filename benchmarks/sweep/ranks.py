@@ -32,8 +32,6 @@ JOIN_TIMEOUT_S = 180.0
 LOAD_TIMEOUT_S = 900.0
 STEP_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 30.0
-PEER_MEMORY_ROWS = 64
-"""Rows of a step up to which sums over ranks go over peer memory, as in workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +217,11 @@ def load_rank(plan: RankPlan, rank: int, store: Store) -> tuple[RankPart, RankGr
         plain = PlainPart(config, layout, group.communicator, plan.dtype, device)
         fill(plain, parameters)
         return plain, group
-    from antiphon.model.parallel.cuda_transformer import CudaRankTransformer  # loads Triton
+    from antiphon.model.parallel.cuda_load import FUSED_ROWS  # loads Triton
+    from antiphon.model.parallel.cuda_transformer import CudaRankTransformer
     from antiphon.model.parallel.peer_memory import FusedReduce
 
-    reduce = FusedReduce(store, group.communicator, PEER_MEMORY_ROWS, config.hidden_size, device)
+    reduce = FusedReduce(store, group.communicator, FUSED_ROWS, config.hidden_size, device)
     fast = CudaRankTransformer(
         *(config, layout, group.communicator, parameters, device),
         row_reduce=reduce,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -31,13 +31,14 @@ class ReplicaMeter:
         """
         one = replace(point, layout=replace(self._layout, dp=1))
         for replica in self._replicas:
-            replica.send(one)
+            with suppress(OSError):  # one that died says so below
+                replica.send(one)
         records: list[Record] = []
         failures: list[str] = []
         for index, replica in enumerate(self._replicas):
             try:
                 answer = replica.recv()
-            except EOFError:
+            except (EOFError, OSError):
                 answer = f"replica {index} died"
             if isinstance(answer, Record):
                 records.append(answer)

@@ -111,6 +111,7 @@ def hopper_prefill_attention(
         query: [T, Q, 64] bf16 contiguous, 8 query heads per kv head.
         kv_layer: [N, G, 2, 64, 64] bf16 view; the last four dimensions contiguous.
         sinks: [Q] float32.
+        window: keys a query sees, itself included, at least a page of them; None: all before it.
         sm_scale: of the scores, positive.
         max_query_tokens: upper bound of a sequence's query tokens in this batch; sizes the work list.
         ordered: the warpgroups issue their products in turn.
@@ -119,9 +120,12 @@ def hopper_prefill_attention(
         [T, Q, 64]; tokens beyond ``query_start[B]`` are left as they are.
 
     Raises:
-        ValueError: another shape, dtype or layout.
+        ValueError: another shape, dtype or layout, or a shorter window.
         KernelLibraryError: the library was not built.
     """
+    # A page that no query sees is replaced by a seen one, which must be whole: then unwritten rows stay out.
+    if window is not None and window < PAGE:
+        raise ValueError(f"a window of {window}, the kernel takes {PAGE} and more")
     tokens, heads, _ = query.shape
     pages, kv_heads = kv_layer.shape[:2]
     out = torch.empty_like(query) if out is None else out

@@ -21,6 +21,8 @@ from antiphon.kernels.moe.build import launch
 from antiphon.kernels.moe.streamed import DIM, StreamedExperts
 
 TOP_K = 4
+SWIGLU_LIMIT = 7.0
+"""Of the clamps in ``clamped_swiglu`` (csrc/hopper.cuh), by which the kernels of chunks scale as well."""
 MAX_TOKENS = 512
 MAX_EXPERTS = 128
 TOKEN_TILES = (4, 8, 16, 24)

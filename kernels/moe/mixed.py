@@ -165,6 +165,9 @@ def moe_mixed(
 
     Returns:
         ``out``: float32 sums over k in order of bf16 terms; identical from run to run.
+
+    Raises:
+        ValueError: another shape or dtype, or another tile.
     """
     tokens = x.shape[0]
     out = torch.empty_like(x) if out is None else out
@@ -213,7 +216,13 @@ def multiply(
 
 
 def route(expert_ids: Tensor, workspace: MixedWorkspace, tile: int) -> None:
-    """Rank every pair within its expert and lay out the tiles of so many tokens."""
+    """Rank every pair within its expert and lay out the tiles of so many tokens.
+
+    Raises:
+        ValueError: no kernel is built for such a tile, for which the workspace may be too small.
+    """
+    if tile not in TILES:
+        raise ValueError(f"tiles of {tile} tokens, expected one of {TILES}")
     launch(
         "fp8_rank",
         *(expert_ids.data_ptr(), workspace.rank.data_ptr(), workspace.counts.data_ptr()),

@@ -21,9 +21,15 @@ from antiphon.model.cuda_experts import CheckpointExperts
 
 
 class RankExperts(Protocol):
-    """All layers' routers, whole, and this rank's part of their experts."""
+    """All layers' routers, whole, and this rank's part of their experts.
+
+    Attributes:
+        inexact_blocks, blocks: of this rank; as in ``model.cuda_experts.ExpertLayers``.
+    """
 
     road: str
+    inexact_blocks: int
+    blocks: int
 
     def add_layer(self, experts: CheckpointExperts) -> None:
         """Take the next layer, in order; the checkpoint's form may be freed afterwards."""
@@ -40,6 +46,7 @@ class PortableRankExperts:
     """
 
     road = "portable"
+    inexact_blocks = blocks = 0
 
     def __init__(self, config: GptOssConfig, experts: range) -> None:
         self._config = config
@@ -81,6 +88,7 @@ class HopperRankExperts:
         self._range = config.num_experts, device, experts.start, len(experts)
         self._resident_fp8 = resident_fp8
         self.road = "Hopper, resident FP8" if resident_fp8 else "Hopper"
+        self.inexact_blocks = self.blocks = 0
         self._routers: list[tuple[Tensor, Tensor]] = []
         self._streamed: list[StreamedExperts] = []
         self._exponents: list[RowExponents] = []
@@ -95,9 +103,16 @@ class HopperRankExperts:
         self._routers.append((experts.gate_weight, experts.gate_bias))
         self._streamed.append(StreamedExperts.from_checkpoint(*matrices))
         if self._resident_fp8:
-            self._fp8.append(Fp8Experts.from_checkpoint(*matrices))
-        else:
-            self._exponents.append(RowExponents.from_checkpoint(experts.gate_up, experts.down))
+            layer = Fp8Experts.from_checkpoint(*matrices)
+            self._fp8.append(layer)
+            for matrix in (layer.gate_up, layer.down):
+                self.inexact_blocks += matrix.inexact_tiles
+                self.blocks += matrix.tiles
+            return
+        exponents = RowExponents.from_checkpoint(experts.gate_up, experts.down)
+        self._exponents.append(exponents)
+        self.inexact_blocks += exponents.inexact_blocks
+        self.blocks += exponents.blocks
 
     def delta(self, layer: int, normed: Tensor) -> Tensor:
         """See ``RankExperts``."""

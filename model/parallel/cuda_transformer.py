@@ -127,6 +127,11 @@ class CudaRankTransformer:
         sums = "peer memory" if self._row_reduce is not None else "the communicator"
         return f"{self.layout.name}, {self._experts.road} experts, sums of decode steps over {sums}"
 
+    @property
+    def inexact_blocks(self) -> tuple[int, int]:
+        """Blocks of this rank's expert weights that may lose bits in long chunks, and all."""
+        return self._experts.inexact_blocks, self._experts.blocks
+
     @torch.no_grad()
     def forward(
         self, batch: ForwardBatch, kv: KvLayers, after_layer: Callable[[int], None] | None = None

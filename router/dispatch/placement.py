@@ -99,7 +99,3 @@ def choose_prefill(candidates: Sequence[PrefillCandidate], prompt_tokens: int) -
     return Placement(
         best.worker_id, PlacementReason.PREFIX if prefix_decided else PlacementReason.LEAST_LOADED
     )
-
-
-def _prefix_or_load(prefix_decided: bool) -> PlacementReason:
-    return PlacementReason.PREFIX if prefix_decided else PlacementReason.LEAST_LOADED

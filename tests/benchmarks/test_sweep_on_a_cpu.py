@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
 from antiphon.benchmarks.records import Layout, load_records
 from antiphon.benchmarks.sweep.command import Sizes, SweepIncomplete, run_command
-from antiphon.benchmarks.sweep.meter import Effort
+from antiphon.benchmarks.sweep.meter import Effort, NotMeasurable
 from antiphon.benchmarks.sweep.points import Point, layouts_for
 from antiphon.benchmarks.sweep.ranks import CachePages, pages_for
+from antiphon.benchmarks.sweep.replicas import ReplicaMeter
 from antiphon.model.config import preset
 
 EFFORT = Effort(steps=3, repeats=1, chunk_tokens=128)
@@ -80,3 +82,12 @@ def test_ranks_have_pages_for_the_largest_point() -> None:
     # 4 sequences of 1,000 + 16 + 16 + 64 tokens, or 2 of 6,464, in pages of 64 and two to spare.
     assert pages_for(preset("tiny"), [decode], 16, 128) == CachePages(4 * (18 + 2), 4 * 5 + 5)
     assert pages_for(preset("tiny"), [decode, prompt], 16, 128).full == 2 * (101 + 2)
+
+
+def test_a_replica_that_died_is_named_at_every_point_after_it() -> None:
+    here, there = Pipe()
+    there.close()
+    meter = ReplicaMeter(Layout(dp=1), [here])
+    for tokens in (64, 128):
+        with pytest.raises(NotMeasurable, match="replica 0 died"):
+            meter.measure(Point("prefill", "tiny", Layout(), input_tokens=tokens))

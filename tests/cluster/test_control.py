@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from antiphon.cluster.control import (
     Request,
     RollAll,
     ScalePool,
+    UpgradeTo,
     ask,
     find_socket,
 )
@@ -42,7 +44,7 @@ async def test_a_request_is_carried_out_and_answered() -> None:
         return Answer("done")
 
     async with ControlServer(operate) as server:
-        for request in (ScalePool({"prefill": 3}), RollAll(), AskStatus()):
+        for request in (ScalePool({"prefill": 3}), RollAll(), UpgradeTo("b"), AskStatus()):
             assert (await ask(find_socket(), request)).said == "done"
             assert seen[-1] == request
         assert server.path.parent.stat().st_mode & 0o777 == 0o700
@@ -64,13 +66,29 @@ async def test_nobody_or_several_to_ask(own_folder: Path) -> None:
     with pytest.raises(ControlFailed, match="no deployment"):
         find_socket()
     async with ControlServer(refuse) as server:
-        (own_folder / "999999999.sock").touch()  # of one that was killed
+        abandoned = (
+            own_folder / f"{os.getppid()}.sock"
+        )  # of one that was killed, its number taken by another process
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.bind(str(abandoned))
         assert find_socket() == server.path
-        (own_folder / f"{os.getppid()}.sock").touch()
+        abandoned.unlink()
+        other = await asyncio.start_unix_server(lambda *_: None, str(own_folder / "1.sock"))
         with pytest.raises(ControlFailed, match="several"):
             find_socket()
+        other.close()
+        (own_folder / "1.sock").unlink()
     with pytest.raises(ControlFailed):
         await ask(server.path, AskStatus())
+
+
+async def test_what_a_killed_deployment_left_is_swept_by_the_next(own_folder: Path) -> None:
+    os.mkdir(own_folder, mode=0o700)
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(own_folder / "999999999.sock"))
+    async with ControlServer(refuse) as server:
+        assert os.listdir(own_folder) == [server.path.name]
+    assert not server.path.parent.exists()
 
 
 async def test_a_folder_that_others_may_enter_is_not_used(own_folder: Path) -> None:

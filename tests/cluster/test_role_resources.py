@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pydantic
 import pytest
 
 from antiphon.cluster.process_plan import ProcessSpec, plan_processes
-from antiphon.cluster.ray_cluster import RayCluster, bundle_of, ray_token
+from antiphon.cluster.ray_cluster import RayCluster, bundle_of, ray_token, role_resource
 from antiphon.cluster.resolution import ResolvedDeployment
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import ConfigError
@@ -30,6 +32,8 @@ def test_a_bundle_names_the_role_only_when_asked() -> None:
     spec = ProcessSpec("prefill-0", Role.PREFILL, 2, 4, 2)
     assert bundle_of(spec, role_resources=False) == {"CPU": 2.0, "GPU": 4.0}
     assert bundle_of(spec, role_resources=True) == {"CPU": 2.0, "GPU": 4.0, "antiphon_prefill": 1.0}
+    new = replace(spec, revision="b")
+    assert bundle_of(new, role_resources=True) == {"CPU": 2.0, "GPU": 4.0, "antiphon_prefill_b": 1.0}
     assert bundle_of(spec, rank=1, role_resources=True) == {"CPU": 2.0, "GPU": 4.0}
 
 
@@ -38,9 +42,18 @@ def test_a_cluster_of_our_own_has_no_role_resources() -> None:
         DeploymentConfig.model_validate({"model": {"path": "nowhere"}, "ray": {"role_resources": True}})
 
 
+def test_a_revision_is_of_workers_alone() -> None:
+    plan = plan_processes(config_for("auto", revision="b"))
+    assert {spec.role: spec.revision for spec in plan} == {
+        Role.PREFILL: "b",
+        Role.DECODE: "b",
+        Role.ROUTER: "",
+    }
+
+
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A head that runs nothing and one node per role, on this machine; yields the address."""
+    """A head that runs nothing, a node per role and one of a revision, all here; yields the address."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", ray_token())
     from ray.cluster_utils import Cluster
@@ -49,6 +62,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     try:
         for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
             cluster.add_node(num_cpus=1, num_gpus=0, resources={f"antiphon_{role}": 1})
+        cluster.add_node(num_cpus=1, num_gpus=0, resources={"antiphon_prefill_b": 1})
         yield cluster.address
     finally:
         cluster.shutdown()
@@ -60,18 +74,30 @@ def test_every_process_is_placed_on_a_node_of_its_role(nodes: str) -> None:
 
     config = config_for(nodes)
     specs = plan_processes(config)
-    with RayCluster(ResolvedDeployment(config, ServedModel("nothing", 1024, 0, "fp_0")), specs):
+    new = replace(specs[0], worker_id="prefill-1", revision="b")
+    with RayCluster(ResolvedDeployment(config, ServedModel("nothing", 1024, 0, "fp_0")), specs) as cluster:
+        cluster.adopt(config_for(nodes, revision="b"))
+        asyncio.run(cluster.make_room(new))
         resources = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-        role_of = {spec.worker_id: spec.role for spec in specs}
+        resource_of = {spec.worker_id: role_resource(spec) for spec in (*specs, new)}
         placed = {
-            role_of[group["name"].split("-", 2)[2]]: resources[node]
+            resource_of[group["name"].split("-", 2)[2]]: resources[node]
             for group in ray.util.placement_group_table().values()
             if group["state"] == "CREATED"
             for node in group["bundles_to_node_id"].values()
         }
-    assert {role: f"antiphon_{role}" in found for role, found in placed.items()} == dict.fromkeys(
-        (Role.PREFILL, Role.DECODE, Role.ROUTER), True
+        # From the first upgrade on, room of the first plan is given back too.
+        cluster.free_room(specs[0])
+        states = {g["name"].split("-", 2)[2]: g["state"] for g in ray.util.placement_group_table().values()}
+    assert {resource: resource in found for resource, found in placed.items()} == dict.fromkeys(
+        ("antiphon_prefill", "antiphon_decode", "antiphon_router", "antiphon_prefill_b"), True
     )
+    assert states == {
+        "prefill-0": "REMOVED",
+        "decode-0": "CREATED",
+        "router-0": "CREATED",
+        "prefill-1": "CREATED",
+    }
     # A second router has no node: that is said after the configured time, and names what was asked for.
     more = config_for(nodes, placement_timeout_s=2.0)
     more = more.model_copy(update={"router": more.router.model_copy(update={"replicas": 2})})

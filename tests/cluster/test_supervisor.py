@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -340,6 +341,20 @@ async def test_a_pool_grows_and_shrinks_at_run_time() -> None:
         assert not launcher.life("prefill-0").death.done()
 
 
+async def test_a_member_that_waits_for_its_next_life_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = FakeLauncher()
+    async with supervised(launcher) as supervisor:
+        await supervisor.scale(Role.DECODE, 2, 1.0)
+        monkeypatch.setattr(member_module, "FIRST_BACKOFF_S", 0.2)
+        launcher.life("decode-1").death.set_result("gone")
+        (youngest,) = (m for m in supervisor.members if m.spec.worker_id == "decode-1")
+        await eventually(lambda: youngest.state is MemberState.LOST, "the loss is noticed")
+        async with asyncio.timeout(5):
+            await supervisor.scale(Role.DECODE, 1, 1.0)
+        assert len(launcher.lives["decode-1"]) == 1, "no life follows"
+        assert youngest not in supervisor.members
+
+
 async def test_a_pool_that_cannot_grow_says_why_and_the_deployment_goes_on() -> None:
     launcher = FakeLauncher()
     async with supervised(launcher) as supervisor:
@@ -354,6 +369,44 @@ async def test_a_pool_that_cannot_grow_says_why_and_the_deployment_goes_on() -> 
         with pytest.raises(OperationFailed, match="decode=0"):
             await supervisor.scale(Role.DECODE, 0, 1.0)
         assert running(supervisor) == {"prefill-0", "decode-0", "router-0"}
+
+
+async def test_workers_of_a_revision_take_the_place_of_those_before() -> None:
+    launcher = FakeLauncher()
+    new = tuple(replace(spec, revision="b") for spec in (SPECS[0], SPECS[0], SPECS[1]))
+    async with supervised(launcher) as supervisor:
+        replaced = await supervisor.replace_workers(new, drain_timeout_s=1.0, ready_timeout_s=5.0)
+        assert replaced == 2
+        assert running(supervisor) == {"prefill-1", "prefill-2", "decode-1", "router-0"}
+        revisions = {m.spec.worker_id: m.spec.revision for m in supervisor.members}
+        assert revisions == {"prefill-1": "b", "prefill-2": "b", "decode-1": "b", "router-0": ""}
+        events = [(what, who) for what, who, _ in launcher.journal if not what.startswith("told")]
+        started = max(events.index(("start", who)) for who in ("prefill-1", "prefill-2", "decode-1"))
+        # The new ones serve first; then decode, which may still need prefill, goes before it.
+        assert started < events.index(("drain", "decode-0")) < events.index(("stop", "decode-0"))
+        assert events.index(("stop", "decode-0")) < events.index(("drain", "prefill-0"))
+        assert not launcher.life("router-0").death.done()
+
+
+@pytest.mark.parametrize("trouble", ["no room for the second", "cannot start", "never serves"])
+async def test_workers_that_cannot_take_the_place_go_again_and_the_old_ones_serve_on(trouble: str) -> None:
+    launcher = FakeLauncher()
+    new = tuple(replace(spec, revision="b") for spec in SPECS[:2])
+    async with supervised(launcher) as supervisor:
+        room = launcher.room
+        if trouble == "no room for the second":
+            room = launcher.room = 1
+        elif trouble == "cannot start":
+            launcher.prepare = lambda process: setattr(process, "start_error", StartFailed("no such file"))
+        else:
+            launcher.prepare = lambda process: setattr(process, "silent", True)
+        with pytest.raises(OperationFailed, match="nothing was replaced: "):
+            await supervisor.replace_workers(new, drain_timeout_s=0.1, ready_timeout_s=0.1)
+        assert running(supervisor) == {"prefill-0", "decode-0", "router-0"}
+        assert launcher.room == room
+        assert all(not launcher.life(spec.worker_id).death.done() for spec in SPECS)
+        launcher.prepare, launcher.room = (lambda process: None), 8
+        assert await supervisor.replace_workers(new, drain_timeout_s=0.1, ready_timeout_s=5.0) == 2
 
 
 async def test_a_roll_restarts_everything_and_never_leaves_a_role_of_workers_empty() -> None:
@@ -381,6 +434,22 @@ async def test_a_roll_restarts_everything_and_never_leaves_a_role_of_workers_emp
         assert set(after) == set(before)
         assert all(after[name] != before[name] for name in before)
         assert all(member.failures == 0 for member in supervisor.members)
+
+
+async def test_a_roll_without_room_for_a_second_worker_says_how_far_it_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launcher = FakeLauncher()
+    async with supervised(launcher) as supervisor:
+        launcher.room = 0
+        with pytest.raises(OperationFailed, match=r"prefill-1: .* no room; restarted before that: nothing"):
+            await supervisor.roll(1.0)
+        launcher.room = 1
+        monkeypatch.setattr(launcher, "free_room", lambda spec: None)  # somebody else took it at once
+        with pytest.raises(OperationFailed, match=r"decode-1: .* no room; restarted before that: prefill-0"):
+            await supervisor.roll(1.0)
+        assert running(supervisor) == {"prefill-0", "decode-0", "router-0"}
+        assert len(launcher.lives["decode-0"]) == 1
 
 
 async def test_a_drain_that_takes_too_long_is_cut_short_and_the_roll_goes_on() -> None:

@@ -10,11 +10,12 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from antiphon.cluster.control import AskStatus, RollAll, ScalePool
+from antiphon.cluster.control import AskStatus, RollAll, ScalePool, UpgradeTo
 from antiphon.cluster.deployment import Deployment, deploy
 from antiphon.cluster.operations import Operations
 from antiphon.cluster.resolution import resolve_deployment
 from antiphon.cluster.supervisor import OperationFailed
+from antiphon.cluster.upgrade import Upgrade
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.identity import Role
 
@@ -103,6 +104,28 @@ async def test_a_pool_grows_and_shrinks_under_load(deployment: Deployment) -> No
     assert set(load.outcomes) == {"200"}, load.outcomes
     with pytest.raises(OperationFailed, match="router: the pools are"):
         await operations.carry_out(ScalePool({"router": 3}))
+
+
+async def test_workers_of_a_new_revision_take_over_under_load_without_a_failed_request(
+    deployment: Deployment, local_deployment: DeploymentConfig
+) -> None:
+    assert deployment.cluster is not None
+    before = epochs(deployment)
+    now = resolve_deployment(local_deployment).config
+    ray = now.ray.model_copy(update={"revision": "b"})
+    decode = now.decode.model_copy(update={"max_batch_size": now.decode.max_batch_size - 1})
+    wanted = now.model_copy(update={"ray": ray, "decode": decode})
+    upgrade = Upgrade(deployment.supervisor, deployment.cluster.adopt, now, lambda: wanted)
+    operations = Operations(deployment.supervisor, 30.0, upgrade)
+    async with Load(deployment, 2) as load:
+        answer = await operations.carry_out(UpgradeTo("b"))
+    after = epochs(deployment)
+    kept = {worker_id for worker_id in before if worker_id.startswith("router")}
+    assert set(before) & set(after) == kept
+    assert len(after) == len(before)
+    assert answer.said == "2 workers were replaced by 2 of revision b"
+    assert {m.spec.revision for m in deployment.supervisor.members if m.spec.worker_id not in kept} == {"b"}
+    assert set(load.outcomes) == {"200"}, load.outcomes
 
 
 async def test_every_process_is_restarted_under_load_without_a_failed_request(

@@ -72,8 +72,10 @@ async def idle(deployment: Deployment) -> None:
 
 
 def pid_of(actor: str) -> int:
-    """The process of a role's actor, by the title that Ray gives it."""
-    found = [p.pid for p in psutil.Process().children(recursive=True) if p.cmdline()[:1] == [f"ray::{actor}"]]
+    """The process of a role's actor, by the title that Ray gives it, in the deployment under test."""
+    own = [child for child in psutil.Process().children() if "antiphon.cluster.cli" not in child.cmdline()]
+    family = [process for child in own for process in (child, *child.children(recursive=True))]
+    found = [process.pid for process in family if process.cmdline()[:1] == [f"ray::{actor}"]]
     assert len(found) == 1, f"{actor}: {found}"
     return found[0]
 

@@ -14,24 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer.main
+from command_line import parse_with_the_cli
 from rendered_chart import CHART, Release, Renderer
 
-from antiphon.cluster.cli import app
 from antiphon.cluster.process_plan import plan_processes
 from antiphon.configs.schema import load_deployment
 
 SCRIPTS = CHART / "files/scripts"
-
-
-def parse_with_the_cli(arguments: list[str]) -> None:
-    """Raise as the command would for an option that it does not have; runs nothing."""
-    command = typer.main.get_command(app)
-    context = command.make_context("antiphon", list(arguments), resilient_parsing=False)
-    while hasattr(command, "get_command"):
-        rest = [*context._protected_args, *context.args]
-        name, command, rest = command.resolve_command(context, rest)
-        context = command.make_context(name, rest, parent=context)
 
 
 def test_the_parser_refuses_what_the_command_does_not_have() -> None:

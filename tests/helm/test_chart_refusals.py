@@ -55,6 +55,29 @@ RULES: tuple[tuple[str, dict[str, object], str], ...] = (
     ("two-gpus", {"decode.maxReplicas": 2}, "a shared pod has room for its workers only"),
     ("cpu-demo", {"prefill.replicas": 3, "prefill.maxReplicas": 2}, "2 is less than prefill.replicas: 3"),
     ("cpu-demo", {"decode.config.max_replicas": 2}, r"set decode\.maxReplicas of the chart"),
+    ("cpu-demo", {"previousRevisions": [{"name": "a", "tag": "1"}]}, "revision: name the one that takes"),
+    ("cpu-demo", {"revision": "b"}, "ray.upgradeStrategy: Recreate ends every pod"),
+    (
+        "cpu-demo",
+        {
+            "revision": "b",
+            "ray.upgradeStrategy": "None",
+            "previousRevisions": [{"name": "b", "tag": "1"}],
+        },
+        '"b" is there twice, or is the revision itself',
+    ),
+    (
+        "two-gpus",
+        {
+            "revision": "b",
+            "ray.upgradeStrategy": "None",
+            "placement.pods": 2,
+            "prefill.replicas": 2,
+            "decode.replicas": 2,
+            "previousRevisions": [{"name": "a", "tag": "1", "decode": {"replicas": 3}}],
+        },
+        '3 decode workers of "a" cannot be dealt out',
+    ),
 )
 
 
@@ -132,6 +155,9 @@ def test_owned_objects_are_many() -> None:
         ("metrics.serviceMonitor.enabled", "maybe"),
         ("prefill.shmSize", "8 GB"),
         ("log.level", "loud"),
+        ("revision", "B_2"),
+        ("previousRevisions", [{"name": "a"}]),
+        ("previousRevisions", [{"name": "a", "tag": "1", "decode": {"noSuchKey": 1}}]),
     ],
 )
 def test_a_wrong_value_is_refused(path: str, value: object, chart: helm_python.Chart) -> None:

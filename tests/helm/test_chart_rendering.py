@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import helm_python
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
-from rendered_chart import CHART, EXAMPLES, Document, Release, Renderer, crd_schema, example
+from document_schemas import validate
+from rendered_chart import CHART, EXAMPLES, Document, Release, Renderer, example
 
 from antiphon.cluster.process_plan import plan_processes
 from antiphon.configs.schema import DeploymentConfig
-
-CUSTOM = ("RayCluster", "ServiceMonitor", "PodMonitor", "PrometheusRule", "HTTPRoute")
-KUBERNETES = ("1.28", "1.37")
-"""The oldest that Chart.yaml allows, and the newest whose schemas are at hand."""
 
 VARIATIONS: tuple[dict[str, object], ...] = (
     {},
@@ -52,21 +46,6 @@ VARIATIONS: tuple[dict[str, object], ...] = (
         "router.extraVolumeMounts": [{"name": "v", "mountPath": "/v"}],
     },
 )
-
-
-def validate(document: Document) -> None:
-    _validate(json.dumps(document, sort_keys=True))
-
-
-@functools.cache
-def _validate(text: str) -> None:
-    """Most documents are the same in many renderings, and reading a schema takes a while."""
-    document = json.loads(text)
-    if document["kind"] in CUSTOM:
-        jsonschema.validate(document, crd_schema(document["kind"]))
-    else:
-        for version in KUBERNETES:
-            kubernetes_validate.validate(document, version, strict=True)
 
 
 def pods_of(release: Release) -> Iterator[tuple[str, Document]]:

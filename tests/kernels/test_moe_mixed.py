@@ -6,12 +6,13 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from antiphon.kernels.moe.mixed import RowExponents
+from antiphon.kernels.moe.mixed import MixedWorkspace, RowExponents, route
 from antiphon.kernels.moe.streamed import DIM, pack_matrix
 from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
 
@@ -94,3 +95,9 @@ def test_row_exponents_are_per_expert_and_counted() -> None:
     assert exponents.down.tolist() == down.scales.amax(-1).tolist()
     assert exponents.blocks == 2 * 10 * 90
     assert exponents.inexact_blocks == 89
+
+
+def test_a_tile_that_no_kernel_is_built_for_is_refused_before_a_launch() -> None:
+    ids, unused = torch.zeros(1, 4, dtype=torch.int64), cast(MixedWorkspace, None)
+    with pytest.raises(ValueError, match="tiles of 16 tokens"):
+        route(ids, unused, 16)

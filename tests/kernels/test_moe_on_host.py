@@ -88,13 +88,13 @@ class Buffers:
         )
         library.call("moe_split", x, self.activations, self.scale, self.tokens, self.tile, 0)
 
-    def run(self, library: Any, layer: Layer) -> None:
+    def run(self, library: Any, layer: Layer, blocks: int = BLOCKS) -> None:
         experts = layer.streamed
         library.call(
             "moe_experts",
             *(experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias, self.activations),
             *(self.scale, self.order, self.tiles, self.tile_count, self.ready, self.hidden, self.weights),
-            *(self.partial, self.limit, self.tile, BLOCKS, 0),
+            *(self.partial, self.limit, self.tile, blocks, 0),
         )
 
     def combine(self, library: Any) -> Tensor:
@@ -183,3 +183,12 @@ def test_residual_and_norm_behind_the_experts(library: Any) -> None:
     expected, expected_total = reference.add_rms_norm(sums, residual, norm, EPS)
     assert error(total, expected_total) <= 3e-3
     assert error(out, expected) <= 4e-3
+
+
+def test_more_blocks_than_the_device_holds_are_refused_since_they_would_wait_for_ever(
+    library: Any, layer: Layer
+) -> None:
+    buffers = Buffers(1, 8)
+    for blocks in (0, 133):
+        with pytest.raises(AssertionError, match="moe_experts refused the launch: 720"):
+            buffers.run(library, layer, blocks)

@@ -86,6 +86,19 @@ async def test_a_full_queue_refuses_and_a_more_urgent_request_takes_the_last_pla
     assert (admission.queued, admission.in_flight) == (0, 0)
 
 
+async def test_two_urgent_requests_at_one_time_take_two_places(metrics: RouterMetrics) -> None:
+    admission = Admission(1, 2, metrics)
+    async with full(admission, 1):
+        displaced = [asyncio.create_task(hold(admission, 0.0)) for _ in range(2)]
+        await asyncio.sleep(0)
+        urgent = [asyncio.create_task(hold(admission, 0.0, priority=-1)) for _ in range(2)]
+        refused = await asyncio.gather(*displaced, return_exceptions=True)
+        assert [type(each) for each in refused] == [QueueFull, QueueFull]
+        assert admission.queued == 2
+    await asyncio.gather(*urgent)
+    assert (admission.queued, admission.in_flight) == (0, 0)
+
+
 async def test_what_cannot_end_in_time_is_refused_at_the_door(metrics: RouterMetrics) -> None:
     admission = Admission(1, 100, metrics)
     for _ in range(20):

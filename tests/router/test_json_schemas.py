@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
 
-from antiphon.router.json_schemas import MAX_EXPRESSIONS, UnusableSchema, check_schema
+from antiphon.router import json_schemas
+from antiphon.router.json_schemas import MAX_EXPRESSIONS, MAX_SCHEMA_BYTES, UnusableSchema, check_schema
 from antiphon.router.schema_wording import CHECKED_FORMATS, in_known_words
 
 NOT = {"not": {"type": "string"}}
@@ -116,3 +118,21 @@ def test_what_needs_no_other_words_stays() -> None:
 def test_a_schema_nested_too_deeply() -> None:
     with pytest.raises(UnusableSchema, match="deep"):
         check_schema(DEEP)
+
+
+def test_looking_for_the_part_at_fault_does_not_hold_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of parts that each need one large definition, and a fault behind them all."""
+    large = {"type": "object", "properties": {f"p{i}": {"enum": [f"v{i}", f"w{i}"]} for i in range(1000)}}
+    parts = {f"q{i}": {"$ref": "#/$defs/large"} for i in range(400)}
+    compiled: list[int] = []
+    compile_one = json_schemas._compile
+
+    def counted(schema: Any) -> str | None:
+        compiled.append(len(json.dumps(schema)))
+        return compile_one(schema)
+
+    monkeypatch.setattr(json_schemas, "_compile", counted)
+    with pytest.raises(UnusableSchema, match="look-around") as caught:
+        check_schema({"$defs": {"large": large}, "properties": {**parts, "last": {"pattern": "(?=a)"}}})
+    assert caught.value.path == ""
+    assert sum(compiled) < 6 * MAX_SCHEMA_BYTES

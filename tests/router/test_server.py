@@ -63,6 +63,18 @@ async def test_drain_is_bounded_and_says_so(deploy, until):
     assert not workers.workers["d0"].requests
 
 
+async def test_the_notice_of_a_drain_is_part_of_its_time(deploy, until):
+    workers = ScriptedGateway(lambda _: byte_answer((CONTENT, "x" * 400)))
+    workers.step_s = 0.05  # far more in all than the drain may take
+    deployment = await deploy(workers, drain_notice_s=1.0, drain_timeout_s=1.5)
+    running = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["d0"].batches)
+    began = time.monotonic()
+    await deployment.server.stop()
+    assert 1.4 < time.monotonic() - began < 2.4
+    assert (await running).status_code == 503
+
+
 PROBE = """
 import sys, time
 started = time.perf_counter()

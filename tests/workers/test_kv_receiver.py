@@ -125,10 +125,10 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.written[key].add(write)
         self.receiver.on_write_done(writer, WriteDone(*key, writer.epoch, EPOCH, write))
 
-    @precondition(lambda self: self.may_write)
+    @precondition(lambda self: self._connected())
     @rule(data=st.data(), failed=st.booleans())
     def writer_ends(self, data: st.DataObject, failed: bool) -> None:
-        key = data.draw(st.sampled_from(sorted(self.may_write)))
+        key = data.draw(st.sampled_from(self._connected()))
         writer = self.may_write.pop(key)
         peer = next(p for p in WRITERS if p.worker_id == writer.worker_id)
         if failed:
@@ -147,6 +147,10 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.receiver.on_failed(peer, WritesFailed(*key, writer.epoch, EPOCH, "connection", "x"))
         if says_drained:  # of its own end of the connection, which proves nothing
             self.receiver.on_drained(peer, WritesDrained(*key, writer.epoch, EPOCH))
+
+    def _connected(self) -> list[Key]:
+        """Attempts of which the writer's word is the truth: no broken connection holds what it sent."""
+        return sorted(self.may_write.keys() - set().union(*self.broken.values()))
 
     @precondition(lambda self: self.next_attempt > 1)
     @rule(data=st.data(), writer=st.sampled_from(WRITERS))
@@ -185,6 +189,7 @@ class ReceiverMachine(RuleBasedStateMachine):
     def death(self, dead: Peer) -> None:
         gone = Writer(dead.worker_id, dead.epoch)
         self.may_write = {key: writer for key, writer in self.may_write.items() if writer != gone}
+        self.broken.pop(gone, None)
         living = {Writer(p.worker_id, p.epoch) for p in WRITERS if p != dead}
         self.receiver.on_living_writers(living)
 

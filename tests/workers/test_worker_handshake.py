@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from antiphon.decode_worker import greeter as greeter_module
 from antiphon.kv_transfer.arrivals import ArrivedConnections
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
+from antiphon.kv_transfer.leases import Writer
+from antiphon.kv_transfer.slot_allotment import SlotAllotment
 from antiphon.prefill_worker.peers import TIMED_ROUNDS
 from antiphon.protocol.errors import ConfigError, TransferError
+from antiphon.protocol.identity import Role
+from antiphon.protocol.link import Peer
+from antiphon.protocol.messages import KvHello
 
 Start = Callable[..., tuple[Any, Any]]
 
@@ -162,3 +171,26 @@ def test_a_pair_that_would_exchange_kv_over_tcp_is_refused_where_that_is_asked_f
     until(lambda: "refuse_tcp is set" in refusing.prefill.status().detail)
     assert not refusing.decode.status().ready
     assert "over TCP" in refusing.decode.status().detail
+
+
+def test_prefill_workers_that_die_together_leave_nobody_to_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that a topology drops at once, the link of the one being probed may be ended first."""
+    monkeypatch.setattr(
+        greeter_module, "check_peer", lambda fingerprint, hello: Mock(agent_names=frozenset())
+    )
+    rank = Mock()
+    rank.clear_probe.side_effect = Future
+    node, thread, counters = Mock(), Mock(), Counter[str]()
+    greeter = greeter_module.PrefillGreeter(
+        *(Mock(), [rank], {}, SlotAllotment(0, 0), node, thread, counters), probe_timeout_s=10.0
+    )
+    peers = [Peer(Role.PREFILL, f"prefill-{i}", 10 + i) for i in range(2)]
+    greeter.on_living({Writer(peer.worker_id, peer.epoch) for peer in peers})
+    for peer in peers:
+        greeter.on_hello(peer, KvHello(peer.worker_id, peer.epoch, Mock(), 1, ()))
+    assert greeter.detail() == "prefill-1: waits for its probe"
+    greeter.on_living(set())
+    for peer in peers:
+        greeter.on_lost(peer)
+    assert greeter.detail() == ""
+    assert [call.args[0] for call in rank.expect.call_args_list] == [1, -1]

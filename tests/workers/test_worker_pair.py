@@ -199,15 +199,44 @@ def test_an_abort_at_prefill_alone_makes_decode_reserve_again(
     network = InProcessNetwork()
     pair, router = started(network.transport, deployment=make_config(completion_timeout_s=30.0))
     network.inject(Fault.HOLD)
+    # Nothing is computed behind the first layer group: had every write been posted before the abort, the set
+    # would be complete once they are let go, and the first attempt would go on, rightly.
+    gate = Gate(pair.models[0], layers=2)
     name = router.generate(router.random_prompt(40))
+    assert gate.reached.wait(5)
+    while network.held == 0:
+        time.sleep(0.001)
+    router.abort_at("prefill-0", name, attempt=1)
+    while not pair.prefill.status().counters.get("jobs_cancelled"):
+        time.sleep(0.001)
+    gate.opened.set()
+    network.release_held()
+    router.wait(name, seconds=5)  # long before any timeout
+    assert router.requests[name].attempts == [1, 2]
+    assert router.requests[name].tokens == router.requests[name].expected()
+    pair.wait_idle()
+
+
+def test_a_cancelled_write_that_lost_its_connection_is_not_said_to_have_drained(
+    started: Start, make_config: MakeConfig
+) -> None:
+    network = InProcessNetwork()
+    pair, router = started(network.transport, deployment=make_config(completion_timeout_s=30.0))
+    network.inject(Fault.HOLD)
+    network.inject(Fault.FAIL_WRITE)
+    gate = Gate(pair.models[0], layers=2)
+    name = router.generate(router.random_prompt(40))
+    assert gate.reached.wait(5)
     while network.held == 0:
         time.sleep(0.001)
     router.abort_at("prefill-0", name, attempt=1)
     while not pair.prefill.status().counters.get("jobs_cancelled"):
         time.sleep(0.001)
     network.release_held()
-    router.wait(name, seconds=5)  # long before any timeout
-    assert router.requests[name].attempts == [1, 2]
+    gate.opened.set()
+    router.wait(name)
+    assert pair.decode.status().counters["failures_connection"] == 1, "its pages wait for the network"
+    assert router.requests[name].attempts[:2] == [1, 2]
     assert router.requests[name].tokens == router.requests[name].expected()
     pair.wait_idle()
 

@@ -51,6 +51,9 @@ transfer:
 ray:
   address: auto
   role_resources: true
+  {{- with .Values.revision }}
+  revision: {{ . | quote }}
+  {{- end }}
   placement_timeout_s: {{ .Values.ray.placementTimeoutSeconds }}
 autoscale:
   {{- toYaml .Values.autoscaling.config | nindent 2 }}

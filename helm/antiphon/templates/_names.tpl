@@ -39,7 +39,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- define "antiphon.image" -}}
 {{- $image := .root.Values.image -}}
 {{- $repository := ternary $image.routerRepository $image.workerRepository (eq .kind "router") -}}
-{{- printf "%s%s:%s" $image.registry $repository (default .root.Chart.AppVersion $image.tag) -}}
+{{- printf "%s%s:%s" $image.registry $repository (default .root.Chart.AppVersion (dig "tag" $image.tag .)) -}}
 {{- end -}}
 
 {{- define "antiphon.serviceAccountName" -}}
@@ -69,17 +69,57 @@ true
 {{- end -}}
 {{- end -}}
 
-{{/* The worker groups of the RayCluster, as YAML: name, roles, pods, values of the pods. */}}
+{{/* The revisions that have worker groups: the one of these values, then those that it replaces. As YAML. */}}
+{{- define "antiphon.revisions" -}}
+{{- $root := . -}}
+{{- $revisions := list (dict "name" .Values.revision "tag" .Values.image.tag "retired" false "prefill" .Values.prefill "decode" .Values.decode) -}}
+{{- range $previous := .Values.previousRevisions -}}
+{{- $revision := dict "name" $previous.name "tag" $previous.tag "retired" ($previous.retired | default false) -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $_ := set $revision $role (mergeOverwrite (deepCopy (get $root.Values $role)) (deepCopy (get $previous $role | default dict))) -}}
+{{- end -}}
+{{- $revisions = append $revisions $revision -}}
+{{- end -}}
+{{- toYaml $revisions -}}
+{{- end -}}
+
+{{/*
+The worker groups of the RayCluster, as YAML: name, component, revision and tag of the image; pods now and at most; workers of
+each role, CPUs and GPUs per pod; and the values of the pods. A retired group stays in the RayCluster, without pods: KubeRay
+forgets the pods of a group that is taken out, and Ray's autoscaler stumbles over them.
+*/}}
 {{- define "antiphon.groups" -}}
+{{- $root := . -}}
 {{- $shared := eq .Values.placement.mode "samePod" -}}
-{{- if $shared }}
-{{- $perPod := dict "prefill" (div .Values.prefill.replicas .Values.placement.pods) "decode" (div .Values.decode.replicas .Values.placement.pods) }}
-- {name: workers, pods: {{ .Values.placement.pods }}, most: {{ .Values.placement.pods }}, prefill: {{ $perPod.prefill }}, decode: {{ $perPod.decode }}, router: 0}
-{{- else }}
-- {name: prefill, pods: {{ .Values.prefill.replicas }}, most: {{ .Values.prefill.maxReplicas | default .Values.prefill.replicas }}, prefill: 1, decode: 0, router: 0}
-- {name: decode, pods: {{ .Values.decode.replicas }}, most: {{ .Values.decode.maxReplicas | default .Values.decode.replicas }}, prefill: 0, decode: 1, router: 0}
-{{- end }}
-- {name: router, pods: {{ .Values.router.replicas }}, most: {{ .Values.router.replicas }}, prefill: 0, decode: 0, router: 1}
+{{- $groups := list -}}
+{{- range $revision := include "antiphon.revisions" . | fromYamlArray -}}
+{{- $own := list -}}
+{{- if $shared -}}
+{{- $pods := int $root.Values.placement.pods -}}
+{{- $own = list (dict "component" "workers" "pods" $pods "most" $pods "prefill" (div $revision.prefill.replicas $pods) "decode" (div $revision.decode.replicas $pods) "pool" $root.Values.placement.pod) -}}
+{{- else -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $pool := get $revision $role -}}
+{{- $own = append $own (dict "component" $role "pods" (int $pool.replicas) "most" (int ($pool.maxReplicas | default $pool.replicas)) "prefill" (ternary 1 0 (eq $role "prefill")) "decode" (ternary 1 0 (eq $role "decode")) "pool" $pool) -}}
+{{- end -}}
+{{- end -}}
+{{- range $group := $own -}}
+{{- $_ := set $group "name" (ternary $group.component (printf "%s-%s" $group.component $revision.name) (eq $revision.name "")) -}}
+{{- $_ := set $group "revision" $revision.name -}}
+{{- $_ := set $group "tag" $revision.tag -}}
+{{- $_ := set $group "cpus" (add (mul $group.prefill $revision.prefill.cpuThreads) (mul $group.decode $revision.decode.cpuThreads)) -}}
+{{- $_ := set $group "gpus" (add (mul $group.prefill (include "antiphon.gpusPerWorker" $revision.prefill | int)) (mul $group.decode (include "antiphon.gpusPerWorker" $revision.decode | int))) -}}
+{{- $_ := set $group "router" 0 -}}
+{{- if $revision.retired -}}
+{{- $_ := set $group "pods" 0 -}}
+{{- $_ := set $group "most" 0 -}}
+{{- end -}}
+{{- $groups = append $groups $group -}}
+{{- end -}}
+{{- end -}}
+{{- $routers := int .Values.router.replicas -}}
+{{- $groups = append $groups (dict "name" "router" "component" "router" "revision" "" "tag" .Values.image.tag "pods" $routers "most" $routers "prefill" 0 "decode" 0 "router" 1 "cpus" 1 "gpus" 0 "pool" .Values.router) -}}
+{{- toYaml $groups -}}
 {{- end -}}
 
 {{/* Names and numbers of the ports where the workers of a group's pod have their metrics, as YAML. */}}

@@ -20,13 +20,14 @@
 {{- end -}}
 
 {{- define "antiphon.modelInit" -}}
-{{- $source := .Values.model.source -}}
-{{- $folder := include "antiphon.modelFolder" . -}}
+{{- $root := .root -}}
+{{- $source := $root.Values.model.source -}}
+{{- $folder := include "antiphon.modelFolder" $root -}}
 {{- if has $source.type (list "huggingface" "synthetic") }}
 - name: model
-  image: {{ include "antiphon.image" (dict "root" . "kind" "worker") }}
-  imagePullPolicy: {{ .Values.image.pullPolicy }}
-  securityContext: {{- toYaml .Values.containerSecurityContext | nindent 4 }}
+  image: {{ include "antiphon.image" (dict "root" $root "kind" "worker" "tag" .tag) }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  securityContext: {{- toYaml $root.Values.containerSecurityContext | nindent 4 }}
   resources:
     requests: {cpu: "1", memory: 1Gi}
     limits: {memory: 2Gi}
@@ -98,6 +99,9 @@ livenessProbe:
 {{/* Where a pod may run, and what else the values say of it: root, pool, component; token mounts the account's. */}}
 {{- define "antiphon.scheduling" -}}
 {{- $labels := merge (dict "app.kubernetes.io/component" .component) (include "antiphon.selectorLabels" .root | fromYaml) -}}
+{{- with .revision -}}
+{{- $_ := set $labels "antiphon-revision" . -}}
+{{- end -}}
 serviceAccountName: {{ include "antiphon.serviceAccountName" .root }}
 # Ray's autoscaler asks Kubernetes for pods; nothing else here talks to it.
 automountServiceAccountToken: {{ eq "true" (toString .token) }}
@@ -144,6 +148,9 @@ topologySpreadConstraints:
 labels:
   {{- include "antiphon.labels" .root | nindent 2 }}
   app.kubernetes.io/component: {{ .component }}
+  {{- with .revision }}
+  antiphon-revision: {{ . }}
+  {{- end }}
   {{- with .pool.podLabels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}

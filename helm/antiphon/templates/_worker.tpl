@@ -3,7 +3,7 @@
 {{- $all := dict -}}
 {{- range $role, $count := dict "prefill" .prefill "decode" .decode "router" .router -}}
 {{- if gt (int $count) 0 -}}
-{{- $_ := set $all (printf "antiphon_%s" $role) (int $count) -}}
+{{- $_ := set $all (printf "antiphon_%s%s" $role (ternary "" (printf "_%s" $.revision) (eq $.revision ""))) (int $count) -}}
 {{- end -}}
 {{- end -}}
 {{- toJson $all | quote | squote -}}
@@ -28,7 +28,7 @@
 {{- $_ := set $resources $side $amounts -}}
 {{- end -}}
 - name: ray-worker
-  image: {{ include "antiphon.image" (dict "root" $root "kind" (ternary "router" "worker" $router)) }}
+  image: {{ include "antiphon.image" (dict "root" $root "kind" (ternary "router" "worker" $router) "tag" .group.tag) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   securityContext: {{- toYaml $context | nindent 4 }}
   resources: {{- toYaml $resources | nindent 4 }}

@@ -287,6 +287,17 @@ inline cudaError_t prepare(Kernel kernel, int shared_bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
 }
 
+// Blocks of a prepared kernel that the current device holds at one time; 0 when it does not say.
+template <typename Kernel>
+inline int resident_blocks(Kernel kernel, int threads, int shared_bytes) {
+  int device = 0, processors = 0, each = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared_bytes) != cudaSuccess)
+    return 0;
+  return processors * each;
+}
+
 // Launches with programmatic stream serialisation when `overlap` is set: the kernel may start while its
 // predecessor drains, and must call grid_dependency_wait() before touching what that one writes.
 template <typename... Parameters, typename... Arguments>

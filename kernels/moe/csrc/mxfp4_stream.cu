@@ -284,6 +284,9 @@ cudaError_t start(const Arguments& a, int grid, cudaStream_t stream, bool overla
   using G = Geometry<TOKENS>;
   const cudaError_t prepared = prepare(stream_experts<TOKENS>, G::kSharedBytes);
   if (prepared != cudaSuccess) return prepared;
+  // A block that is not there cannot be waited for. The devices of a process are alike, so one answer serves all.
+  static const int resident = resident_blocks(stream_experts<TOKENS>, G::kThreads, G::kSharedBytes);
+  if (grid < 1 || grid > resident) return cudaErrorCooperativeLaunchTooLarge;
   return launch(stream_experts<TOKENS>, dim3(grid), dim3(G::kThreads), G::kSharedBytes, stream, overlap, a);
 }
 
@@ -292,7 +295,7 @@ cudaError_t start(const Arguments& a, int grid, cudaStream_t stream, bool overla
 
 // hidden tile = split(swiglu(gate_up[expert] x + bias)) of the split activations of the tokens, then
 // partial[pair, 2880] = weight[pair] * (down[expert] hidden + bias) in float32. `ready` must be zero. `grid`: blocks, at
-// most one per SM.
+// most as many as the device holds at one time.
 extern "C" int antiphon_moe_experts(const void* gate_up, const void* gate_up_bias, const void* down, const void* down_bias,
                                     const void* tokens, const float* scale, const int* order, const void* tiles,
                                     const int* tile_count, int* ready, void* hidden, const void* pair_weight,

@@ -43,6 +43,7 @@ struct TileBuffers {
   __device__ __forceinline__ uint32_t address() const { return base + buffer() * ActivationTile<TOKENS>::kBytes; }
   // By all lanes of the gathering warps: the next buffer, once it is free.
   __device__ __forceinline__ void begin_fill() {
+    __syncwarp();  // a lane that is two turns late would wait for a phase that is over
     ++met;
     mbarrier_wait(empty + 8 * buffer(), (turn() & 1) ^ 1);
   }

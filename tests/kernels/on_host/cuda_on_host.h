@@ -519,6 +519,12 @@ inline cudaError_t prepare(Kernel, int shared_bytes) {
   return shared_bytes <= static_cast<int>(sizeof on_host::dynamic_shared) ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// As on an H200 with one block per SM.
+template <typename Kernel>
+inline int resident_blocks(Kernel, int, int) {
+  return 132;
+}
+
 template <typename... Parameters, typename... Arguments>
 inline cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 shape, size_t, cudaStream_t, bool,
                           Arguments... arguments) {
