@@ -34,6 +34,7 @@ from antiphon.benchmarks.records import (
     checkout_commit,
     now,
 )
+from antiphon.configs.schema import default_graphed_chunks
 from antiphon.engine.events import (
     EngineEvent,
     PagesReserved,
@@ -78,7 +79,14 @@ class Bench:
     """Long chunks read experts in FP8 that lie beside the 4-bit ones."""
 
     def settings(
-        self, *, sequences: int, tokens: int, chunk: int = PAGE, graphs: bool, prefix_cache: bool = False
+        self,
+        *,
+        sequences: int,
+        tokens: int,
+        chunk: int = PAGE,
+        graphs: bool,
+        chunk_graphs: bool = False,
+        prefix_cache: bool = False,
     ) -> EngineSettings:
         """An engine for so many sequences of so many tokens each."""
         pages = -(-tokens // PAGE) + 2
@@ -97,6 +105,7 @@ class Bench:
             headroom_tokens=PAGE,
             overlap=True,
             decode_graphs=graphs,
+            chunk_graph_tokens=default_graphed_chunks(chunk) if chunk_graphs else (),
         )
 
     def engine(self, settings: EngineSettings) -> EngineLoop:
@@ -183,7 +192,7 @@ def decode_spread(bench: Bench, batch: int, context: int) -> float:
 def decode_point(bench: Bench, batch: int, context: int, steps: int) -> Record:
     """Median step at one batch size and context."""
     spread = decode_spread(bench, batch, context)
-    _free_memory()
+    free_memory()
     loop = decoding_engine(bench, batch, context, WARMUP_STEPS + steps, graphs=True)
     timed_steps(loop, batch, WARMUP_STEPS)
     times = [seconds * 1e3 for seconds in timed_steps(loop, batch, steps)]
@@ -206,13 +215,15 @@ def decode_point(bench: Bench, batch: int, context: int, steps: int) -> Record:
 def prefill_point(bench: Bench, tokens: int, chunk: int, repeats: int) -> Record:
     """Median time from a prompt of ``tokens`` to its first token; the first prompt warms up."""
     chunk = min(chunk, -(-tokens // PAGE) * PAGE)
-    settings = bench.settings(sequences=2, tokens=tokens + PAGE, chunk=chunk, graphs=True, prefix_cache=True)
+    settings = bench.settings(
+        sequences=2, tokens=tokens + PAGE, chunk=chunk, graphs=True, chunk_graphs=True, prefix_cache=True
+    )
     loop = bench.engine(settings)
     times = []
     for number in range(repeats + 1):
         prompt = bench.prompt(tokens, number)
         begin = time.perf_counter()
-        _first_token(loop, number, prompt)
+        first_token(loop, number, prompt)
         times.append((time.perf_counter() - begin) * 1e3)
         loop.release(f"p{number}", 1)
         while loop.has_work():
@@ -220,12 +231,13 @@ def prefill_point(bench: Bench, tokens: int, chunk: int, repeats: int) -> Record
     form: Form = "fp8" if bench.resident_fp8 else "mxfp4"
     resident = "mxfp4 and fp8" if bench.resident_fp8 else "mxfp4"
     extra: dict[str, object] = {"resident_weights": resident, "chunk_tokens": chunk, "repeats": repeats}
+    extra["road"] = loop.executor.road
     floor = prefill_floor_ms(bench.model.config, tokens, form)
     value = statistics.median(times[1:])
     return _record(bench, BENCH_PREFILL, value, floor, extra, batch=1, input_tokens=tokens)
 
 
-def _first_token(loop: EngineLoop, number: int, prompt: tuple[int, ...]) -> None:
+def first_token(loop: EngineLoop, number: int, prompt: tuple[int, ...]) -> None:
     """Prefill as a prefill worker does, then the decode step, over the same pages."""
     loop.submit(EngineRequest(f"p{number}", 1, RequestKind.PREFILL_ONLY, prompt))
     _step_until(loop, PrefillComputed)
@@ -284,19 +296,19 @@ def run(bench: Bench, options: argparse.Namespace) -> list[Record]:
     records = []
     for context in _numbers(options.contexts):
         for batch in _numbers(options.batches):
-            _free_memory()
+            free_memory()
             record = decode_point(bench, batch, context, options.steps)
             records.append(record)
             _say(record, f"decode, batch {batch}, context {context}")
     for tokens in _numbers(options.prefill):
-        _free_memory()
+        free_memory()
         record = prefill_point(bench, tokens, options.chunk, options.repeats)
         records.append(record)
         _say(record, f"prefill, {tokens} tokens")
     return records
 
 
-def _free_memory() -> None:
+def free_memory() -> None:
     """The engine of the point before, and its pages, must be gone before the next one takes its own."""
     gc.collect()
     if torch.cuda.is_available():

@@ -82,7 +82,11 @@ def serve(role: Role, config: DeploymentConfig, model: str, pipe: Connection) ->
         network = Transformer(shape, torch.bfloat16)
         fill(network, synthesize_parameters(shape, 0))
     settings = EngineSettings.resolve(
-        mine, shape, layer_groups=config.transfer.layer_groups, decode_graphs=fast and samples
+        mine,
+        shape,
+        layer_groups=config.transfer.layer_groups,
+        decode_graphs=fast and samples,
+        chunk_graphs=not samples,
     )
     kind = PrefillWorker if role is Role.PREFILL else DecodeWorker
     worker = kind(

@@ -205,4 +205,8 @@ def _workspace_bytes(config: DeploymentConfig, role: Role, worker: WorkerConfig,
     logits = 3 * 4 * worker.max_batch_size * model.vocab_size if role is Role.DECODE else 0
     slots = config.staging_slots("prefill" if role is Role.PREFILL else "decode")
     staging = slots * config.transfer.staging_slot_mib * 2**20
-    return activations + logits + staging + (CONTEXT_BYTES if worker.device == "cuda" else 0)
+    # What graphs compute in is set apart; all sizes share what the largest needs. Experts' buffers serve
+    # other steps too.
+    graphed = max(worker.graphed_chunk_tokens, default=0) if computes else 0
+    graphs = graphed * (4 * model.hidden_size + 2 * heads * model.head_dim) * size
+    return activations + graphs + logits + staging + (CONTEXT_BYTES if worker.device == "cuda" else 0)

@@ -74,6 +74,7 @@ def assemble_worker(
         max_context_tokens=config.model.max_context_tokens,
         layer_groups=config.transfer.layer_groups,
         decode_graphs=mine.device == "cuda" and role is Role.DECODE,
+        chunk_graphs=role is Role.PREFILL or mine.local_prefill != "never",
     )
 
     grammars = harmony_grammars(model.config.vocab_size) if role is Role.DECODE else None

@@ -58,6 +58,20 @@ class KvCacheConfig(Section):
     """Keep finished pages for later prompts with the same beginning."""
 
 
+_GRAPHED_CHUNKS = (64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+_LARGEST_WHOLE_CHUNK = 8192
+
+
+def default_graphed_chunks(chunk_tokens: int) -> tuple[int, ...]:
+    """Padded sizes for which chunks are captured unless the configuration says otherwise, ascending.
+
+    Longer ones keep the device busier than the host; whole chunks, of which a long prompt consists but for
+    its end, need no padding.
+    """
+    whole = (chunk_tokens,) if chunk_tokens <= _LARGEST_WHOLE_CHUNK else ()
+    return (*(size for size in _GRAPHED_CHUNKS if size < chunk_tokens), *whole)
+
+
 class WorkerConfig(Section):
     """One pool of workers; prefill and decode have the same shape."""
 
@@ -80,6 +94,11 @@ class WorkerConfig(Section):
     """This pool's pages."""
     chunk_tokens: int = pydantic.Field(512, ge=16)
     """Prompt tokens computed per prefill step; a multiple of the page size."""
+    chunk_graph_tokens: tuple[int, ...] | None = None
+    """On a GPU, in a worker of one rank: the sizes, in tokens, to which chunks of prompts are padded and for
+    which they are captured as CUDA graphs when the worker starts. Longer chunks, and steps of several
+    prompts, are issued launch by launch. Absent, 64 and more in growing steps up to 2,048, and
+    ``chunk_tokens`` where it is at most 8,192; empty captures none."""
     max_batch_size: int = pydantic.Field(32, ge=1)
     """Sequences decoded together."""
     max_queued_requests: int = pydantic.Field(256, ge=1)
@@ -101,6 +120,22 @@ class WorkerConfig(Section):
     card)."""
 
     @pydantic.model_validator(mode="after")
+    def _chunk_graphs_are_possible(self) -> WorkerConfig:
+        sizes = self.chunk_graph_tokens
+        if not sizes:
+            return self
+        if self.device == "cpu" or self.tensor_parallel > 1:
+            raise ValueError(
+                f"chunk_graph_tokens on device {self.device} with tensor_parallel {self.tensor_parallel}: "
+                "only a worker of one GPU captures chunks"
+            )
+        if list(sizes) != sorted(set(sizes)) or sizes[0] < 2 or sizes[-1] > self.chunk_tokens:
+            raise ValueError(
+                f"chunk_graph_tokens {sizes} do not ascend within 2 .. chunk_tokens {self.chunk_tokens}"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _ranks_agree(self) -> WorkerConfig:
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError("expert_parallel is set with tensor_parallel 1: experts are spread over ranks")
@@ -110,6 +145,17 @@ class WorkerConfig(Section):
                 "one rank can share its GPU"
             )
         return self
+
+    @property
+    def graphed_chunk_tokens(self) -> tuple[int, ...]:
+        """Padded sizes of captured chunks, ascending; none on a CPU and over several ranks."""
+        if self.device == "cpu" or self.tensor_parallel > 1:
+            return ()
+        return (
+            default_graphed_chunks(self.chunk_tokens)
+            if self.chunk_graph_tokens is None
+            else self.chunk_graph_tokens
+        )
 
     @property
     def local_prefill_limit_tokens(self) -> float:

@@ -1,7 +1,8 @@
 """Computes and samples steps on a device while the host goes on: nothing here waits before ``result``.
 
 A step's tokens stay on the device for the step that follows; the host gets a copy of them later. Which steps
-are replayed as graphs is decided here once: all that only decode when there are graphs, none otherwise.
+are replayed as graphs is decided here once: all that only decode, and all that are one chunk of a prompt,
+when there are such graphs; the latter up to the largest size that was captured.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from antiphon.engine.batch import Work, build_host_batch
 from antiphon.engine.batch_rows import BatchRows
+from antiphon.engine.chunk_graphs import ChunkGraphs, input_words
 from antiphon.engine.decode_graphs import DecodeGraphs, table_pages
 from antiphon.engine.device_runtime import Completion, DeviceRuntime, runtime_for
 from antiphon.engine.device_sampler import DeviceSampler, StepSampling
@@ -71,7 +73,7 @@ class DeviceExecutor:
         self._layer_hook = layer_hook(kv_cache, settings.layer_groups)
         rows, limit = settings.max_batch_size, settings.max_sequence_tokens
         entries = 2 * rows * table_pages(limit, kv_cache.page_size) if settings.decode_graphs else 0
-        self._memory = StepMemory(self._runtime, rows, entries)
+        self._memory = StepMemory(self._runtime, rows, entries, input_words(settings))
         self._rows = BatchRows()
         self._sampler = DeviceSampler(self._memory, settings.vocab_size)
         self._graphs = (
@@ -79,13 +81,19 @@ class DeviceExecutor:
             if settings.decode_graphs
             else None
         )
+        self._chunks = (
+            ChunkGraphs(model, kv_cache, self._runtime, settings) if settings.chunk_graph_tokens else None
+        )
 
     @property
     def road(self) -> str:
         """See ``Executor``."""
-        if self._graphs is None:
+        graphed = [] if self._graphs is None else ["decode steps"]
+        if self._chunks is not None:
+            graphed.append(f"chunks up to {self._chunks.largest} tokens")
+        if not graphed:
             return "eager forward pass, sampled on the device"
-        return "decode steps as graphs, others eager, sampled on the device"
+        return f"{' and '.join(graphed)} as graphs, others eager, sampled on the device"
 
     def launch(
         self, work: Sequence[Work], on_layer_group: Callable[[int], None] | None = None
@@ -101,7 +109,7 @@ class DeviceExecutor:
             -1 if item.start < len(item.sequence.token_ids) else before[item.sequence] for item in work
         ]
         if not sampled:
-            forward = self._prepare_eager(work, _NO_ROWS, sources, on_layer_group)
+            forward = self._prepare(work, _NO_ROWS, sources, host, on_layer_group)
             host.in_use = self._runtime.submit(lambda: _ignore(forward()))
             return _Launched(host.in_use, host, _nothing)
         rows = np.array(self._rows.assign([item.sequence for item in sampled]), dtype=np.int64)
@@ -110,7 +118,7 @@ class DeviceExecutor:
             forward = self._graphs.prepare(work, rows, np.array(sources, dtype=np.int64), host)
             tail = self._graphs.tail(len(work), sampling.wishes)
         else:
-            forward = self._prepare_eager(work, rows, sources, on_layer_group)
+            forward = self._prepare(work, rows, sources, host, on_layer_group)
             tail = None
 
         constrained = list(grammars(zip(rows.tolist(), sampled, strict=True)))
@@ -156,6 +164,20 @@ class DeviceExecutor:
 
         host.in_use = self._runtime.submit(compute)
         return _Launched(host.in_use, host, sampling.read, sample)
+
+    def _prepare(
+        self,
+        work: Sequence[Work],
+        rows: np.ndarray,
+        sources: list[int],
+        host: HostMemory,
+        on_layer_group: Callable[[int], None] | None,
+    ) -> Callable[[], Tensor]:
+        """What issues a step that computes part of a prompt; it returns as ``_prepare_eager`` does."""
+        one_chunk = len(work) == 1 and sources[0] < 0
+        if self._chunks is not None and one_chunk and work[0].count <= self._chunks.largest:
+            return self._chunks.prepare(work[0], host, on_layer_group)
+        return self._prepare_eager(work, rows, sources, on_layer_group)
 
     def _prepare_eager(
         self,

@@ -40,6 +40,9 @@ class EngineSettings:
     """Plan and launch a step while the one before it computes; steps and sampling then stay on the device."""
     decode_graphs: bool = False
     """Replay captured CUDA graphs for steps that only decode; the model must allow it. Needs ``overlap``."""
+    chunk_graph_tokens: tuple[int, ...] = ()
+    """Padded sizes for which a prompt's chunk is captured in CUDA graphs, ascending; a step that is one chunk
+    of at most the largest replays them. The model must allow it. Needs ``overlap``."""
 
     def __post_init__(self) -> None:
         page = self.page_size_tokens
@@ -47,11 +50,23 @@ class EngineSettings:
             raise ConfigError("decode_graphs is set without overlap, whose executor replays them")
         if self.chunk_tokens < page or self.chunk_tokens % page:
             raise ConfigError(f"chunk_tokens {self.chunk_tokens} is not a multiple of the page size {page}")
+        self._check_chunk_graphs()
         needed = self.sliding_pages_at_peak
         if self.sliding_pages < needed:
             raise ConfigError(
                 f"kv_cache.sliding_pages {self.sliding_pages} is too small: a chunk of {self.chunk_tokens} "
                 f"tokens behind a window of {self.window_tokens} needs {needed} pages of {page} tokens"
+            )
+
+    def _check_chunk_graphs(self) -> None:
+        sizes = self.chunk_graph_tokens
+        if sizes and not self.overlap:
+            raise ConfigError("chunk_graph_tokens is set without overlap, whose executor replays them")
+        if list(sizes) != sorted(set(sizes)):
+            raise ConfigError(f"chunk_graph_tokens {sizes} do not ascend")
+        if sizes and not 1 < sizes[0] <= sizes[-1] <= self.chunk_tokens:
+            raise ConfigError(
+                f"chunk_graph_tokens {sizes} are not within 2 .. chunk_tokens {self.chunk_tokens}"
             )
 
     @property
@@ -75,6 +90,7 @@ class EngineSettings:
         layer_groups: int = 1,
         overlap: bool | None = None,
         decode_graphs: bool = False,
+        chunk_graphs: bool = False,
     ) -> EngineSettings:
         """Settings of one worker's engine.
 
@@ -82,6 +98,8 @@ class EngineSettings:
             max_context_tokens: narrows the model's own limit.
             overlap: absent, it is on where the worker's device is a GPU.
             decode_graphs: the model's decode step never waits for the host, so that it can be captured.
+            chunk_graphs: neither do its chunks of prompts, and this engine computes some: the sizes are
+                ``worker.graphed_chunk_tokens``.
         """
         cache = worker.kv_cache
         return cls(
@@ -100,4 +118,5 @@ class EngineSettings:
             layer_groups=layer_groups,
             overlap=worker.device == "cuda" if overlap is None else overlap,
             decode_graphs=decode_graphs,
+            chunk_graph_tokens=worker.graphed_chunk_tokens if chunk_graphs else (),
         )

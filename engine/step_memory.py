@@ -48,13 +48,17 @@ class HostMemory(_Inputs):
 
     Attributes:
         updates: flat int64, places in the block tables, then the pages to put there.
+        chunk: flat int64, what a replayed chunk of a prompt reads; see ``chunk_graphs``.
         results: flat float64.
     """
 
-    def __init__(self, runtime: DeviceRuntime, max_batch_size: int, table_entries: int) -> None:
+    def __init__(
+        self, runtime: DeviceRuntime, max_batch_size: int, table_entries: int, chunk_words: int
+    ) -> None:
         words = runtime.host_memory(self.size(max_batch_size), dtype=torch.int64)
         super().__init__(words, max_batch_size)
         self.updates = runtime.host_memory(2 * table_entries, dtype=torch.int64)
+        self.chunk = runtime.host_memory(chunk_words, dtype=torch.int64)
         self.results = runtime.host_memory(max_batch_size * RESULT_COLUMNS, dtype=torch.float64)
         self.in_use: Completion | None = None
         """Set while the device may read or write this."""
@@ -63,7 +67,9 @@ class HostMemory(_Inputs):
 class StepMemory:
     """Owns the fixed device memory of steps, and the two sets of host memory."""
 
-    def __init__(self, runtime: DeviceRuntime, max_batch_size: int, table_entries: int) -> None:
+    def __init__(
+        self, runtime: DeviceRuntime, max_batch_size: int, table_entries: int, chunk_words: int = 0
+    ) -> None:
         device = runtime.device
         self.runtime = runtime
         self.max_batch_size = max_batch_size
@@ -74,7 +80,7 @@ class StepMemory:
         self.lengths, self.order = self._inputs.lengths, self._inputs.order
         self.parameters = self._inputs.parameters
         self._pool = words[: 2 * max_batch_size]
-        self._sets = tuple(HostMemory(runtime, max_batch_size, table_entries) for _ in range(2))
+        self._sets = tuple(HostMemory(runtime, max_batch_size, table_entries, chunk_words) for _ in range(2))
         self._next = 0
 
     def take(self) -> HostMemory:

@@ -50,6 +50,7 @@ def launch_all(
         add_rms_norm_(x, torch.empty_like(x), weight, config.rms_norm_eps)
         router = (empty(config.num_experts, config.hidden_size), empty(config.num_experts))
         route(x, *router, config.experts_per_token)
+        route(x, *router, config.experts_per_token, torch.zeros(1, dtype=torch.int32, device=device))
     qkv = empty(32, (heads + 2 * kv_heads) * width)
     rotation = empty(1, width // 2, 2, dtype=torch.float32)
     positions = torch.zeros(32, dtype=torch.int64, device=device)

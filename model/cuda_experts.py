@@ -6,8 +6,10 @@ tokens; nothing falls back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,6 +54,9 @@ class ExpertLayers(Protocol):
     def add_layer(self, experts: CheckpointExperts) -> None:
         """Take the next layer, in order; the checkpoint's form may be freed afterwards."""
 
+    def reserve(self, tokens: int) -> None:
+        """See ``model.forward.ReservesBuffers``."""
+
     def forward(
         self,
         layer: int,
@@ -59,11 +64,13 @@ class ExpertLayers(Protocol):
         normed: Tensor | None,
         norm: Tensor,
         following_norm: Tensor,
+        live: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """``x + experts(normed)`` and its RMSNorm with ``following_norm``; all [T, H], x may be reused.
 
         Args:
             normed: the RMSNorm of x with ``norm``; None has it made here.
+            live: [1] int32, tokens that are not padding; whether those behind it reach an expert is open.
         """
 
 
@@ -80,6 +87,9 @@ class PortableExpertLayers:
         """Take the next layer."""
         self._layers.append(experts)
 
+    def reserve(self, tokens: int) -> None:
+        """No buffers are kept."""
+
     def forward(
         self,
         layer: int,
@@ -87,6 +97,7 @@ class PortableExpertLayers:
         normed: Tensor | None,
         norm: Tensor,
         following_norm: Tensor,
+        live: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """See ``ExpertLayers``."""
         config, experts = self._config, self._layers[layer]
@@ -100,6 +111,35 @@ class PortableExpertLayers:
         return x, rms_norm(x, following_norm, config.rms_norm_eps)
 
 
+class _Buffers(Protocol):
+    max_tokens: int
+
+
+W = TypeVar("W", bound=_Buffers)
+
+
+class _Workspaces(Generic[W]):
+    """The buffers of steps of any size; steps of one size, the usual case, allocate once."""
+
+    def __init__(self, make: Callable[[int], W]) -> None:
+        self._make = make
+        self._largest: W | None = None
+        self._reserved: list[W] = []
+        """What captured graphs may hold: never freed, even when something larger has taken its place."""
+
+    def of(self, tokens: int) -> W:
+        """Buffers for a step of so many tokens, and for the largest seen."""
+        if self._largest is None or self._largest.max_tokens < tokens:
+            self._largest = self._make(tokens)
+        return self._largest
+
+    def reserve(self, tokens: int) -> None:
+        """Have buffers for so many tokens that stay where they are."""
+        workspace = self.of(tokens)
+        if not any(workspace is held for held in self._reserved):
+            self._reserved.append(workspace)
+
+
 class HopperExpertLayers:
     """The kernels made for GPT-OSS on sm_90: 4 bits streamed for few tokens, e4m3 products for many.
 
@@ -110,7 +150,6 @@ class HopperExpertLayers:
 
     def __init__(self, config: GptOssConfig, device: torch.device, resident_fp8: bool) -> None:
         self._config = config
-        self._device = device
         self.resident_fp8 = resident_fp8
         self.inexact_blocks = self.blocks = 0
         self._routers: list[tuple[Tensor, Tensor]] = []
@@ -118,8 +157,10 @@ class HopperExpertLayers:
         self._exponents: list[RowExponents] = []
         self._fp8: list[Fp8Experts] = []
         self._workspace = MoeWorkspace(MAX_TOKENS, config.num_experts, device)
-        self._mixed_workspace: MixedWorkspace | None = None
-        self._fp8_workspace: Fp8Workspace | None = None
+        self._fp8_buffers = _Workspaces(partial(Fp8Workspace, all_experts=config.num_experts, device=device))
+        self._mixed_buffers = _Workspaces(
+            partial(MixedWorkspace, all_experts=config.num_experts, device=device)
+        )
 
     def add_layer(self, experts: CheckpointExperts) -> None:
         """Convert the next layer."""
@@ -138,6 +179,11 @@ class HopperExpertLayers:
         self.inexact_blocks += exponents.inexact_blocks
         self.blocks += exponents.blocks
 
+    def reserve(self, tokens: int) -> None:
+        """See ``ExpertLayers``."""
+        if not streams_4_bit(tokens, self._config.num_experts):
+            (self._fp8_buffers if self.resident_fp8 else self._mixed_buffers).reserve(tokens)
+
     def forward(
         self,
         layer: int,
@@ -145,6 +191,7 @@ class HopperExpertLayers:
         normed: Tensor | None,
         norm: Tensor,
         following_norm: Tensor,
+        live: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """See ``ExpertLayers``."""
         config = self._config
@@ -161,24 +208,13 @@ class HopperExpertLayers:
             )
             return x, normed
         normed = rms_norm(x, norm, config.rms_norm_eps) if normed is None else normed
-        ids, weights = route(normed, gate_weight, gate_bias, config.experts_per_token)
+        # Padding is kept from the experts, whose tiles it would fill.
+        ids, weights = route(normed, gate_weight, gate_bias, config.experts_per_token, live)
         behind = (x, following_norm, config.rms_norm_eps)
         if self.resident_fp8:
-            buffers, fp8 = self._fp8_buffers(x.shape[0]), self._fp8[layer]
+            buffers, fp8 = self._fp8_buffers.of(x.shape[0]), self._fp8[layer]
             return x, prefill.moe_add_rms_norm_(normed, ids, weights, fp8, buffers, *behind)
         return x, mixed.moe_add_rms_norm_(
             *(normed, ids, weights, self._streamed[layer], self._exponents[layer]),
-            *(self._mixed_buffers(x.shape[0]), *behind),
+            *(self._mixed_buffers.of(x.shape[0]), *behind),
         )
-
-    def _mixed_buffers(self, tokens: int) -> MixedWorkspace:
-        """Buffers for the largest chunk seen; steps of one size, the usual case, allocate once."""
-        if self._mixed_workspace is None or self._mixed_workspace.max_tokens < tokens:
-            self._mixed_workspace = MixedWorkspace(tokens, self._config.num_experts, self._device)
-        return self._mixed_workspace
-
-    def _fp8_buffers(self, tokens: int) -> Fp8Workspace:
-        """Buffers for the largest chunk seen; steps of one size, the usual case, allocate once."""
-        if self._fp8_workspace is None or self._fp8_workspace.max_tokens < tokens:
-            self._fp8_workspace = Fp8Workspace(tokens, self._config.num_experts, self._device)
-        return self._fp8_workspace

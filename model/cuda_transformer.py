@@ -127,6 +127,10 @@ class CudaTransformer:
         self._rotation = rotation_table(inv_freq.to(self.device), concentration, config.max_context_tokens)
         self._decode_attention: dict[int, DecodeAttention] = {}
 
+    def reserve(self, tokens: int) -> None:
+        """See ``model.forward.ReservesBuffers``."""
+        self._experts.reserve(tokens)
+
     @property
     def inexact_blocks(self) -> tuple[int, int]:
         """Blocks of expert weights that may lose bits in long chunks, and all; see ``ExpertLayers``."""
@@ -141,12 +145,14 @@ class CudaTransformer:
         Without an output projection the last layer ends with its keys and values, and what is returned is of
         no use.
 
-        A batch of one token per sequence takes the decode kernels; nothing here synchronises with the host,
-        so such a batch in fixed memory can be captured in a CUDA graph.
+        A batch of one token per sequence takes the decode kernels. Nothing here synchronises with the host,
+        and what is launched depends on shapes alone, so any batch in fixed memory can be captured in CUDA
+        graphs. Tokens beyond ``query_start[B]`` are padding; what is returned for them is of no use.
         """
         eps = self.config.rms_norm_eps
         x = torch.nn.functional.embedding(batch.token_ids, self._embedding)
         normed = rms_norm(x, self._layers[0].attn_norm, eps)
+        live = batch.full.query_start[-1:]
         for index, weights in enumerate(self._layers):
             window = self.config.sliding_window if self.config.is_sliding(index) else None
             sequences = batch.full if window is None else batch.sliding
@@ -158,7 +164,7 @@ class CudaTransformer:
                 return normed
             mlp_input = self._output_projection(x, mixed, weights)
             following = self._layers[index + 1].attn_norm if index + 1 < len(self._layers) else self._norm
-            x, normed = self._experts.forward(index, x, mlp_input, weights.mlp_norm, following)
+            x, normed = self._experts.forward(index, x, mlp_input, weights.mlp_norm, following, live)
             if after_layer is not None:
                 after_layer(index)
         return normed
@@ -212,7 +218,9 @@ class CudaTransformer:
             # The CUDA kernel is made for pages of 64 positions.
             fast = self.road is Road.HOPPER and kv_layer.shape[3] == prefill_hopper.PAGE
             attend = hopper_prefill_attention if fast else prefill_attention
-            return attend(query, kv_layer, sequences, weights.sinks, window, scale, longest)
+            # Every program reads the queries that it answers, and nobody else's, before it writes: the output
+            # may take their place. So what stands at padding is finite.
+            return attend(query, kv_layer, sequences, weights.sinks, window, scale, longest, out=query)
         kernel = self._decode_kernel(tokens)
         out = torch.empty_like(query)
         if window is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -33,6 +33,14 @@ class KvLayers(Protocol):
 
     def layer(self, index: int) -> Tensor:
         """[N, G, 2, S, D] pages of model layer ``index`` (its own page group's memory)."""
+
+
+@runtime_checkable
+class ReservesBuffers(Protocol):
+    """A model that keeps buffers from step to step."""
+
+    def reserve(self, tokens: int) -> None:
+        """Have buffers for steps of up to so many tokens that never move: graphs may hold them."""
 
 
 class LanguageModel(Protocol):

@@ -73,9 +73,18 @@ class RankBench(Bench):
     """Which kernels each rank runs."""
 
     def settings(
-        self, *, sequences: int, tokens: int, chunk: int = PAGE, graphs: bool, prefix_cache: bool = False
+        self,
+        *,
+        sequences: int,
+        tokens: int,
+        chunk: int = PAGE,
+        graphs: bool,
+        chunk_graphs: bool = False,
+        prefix_cache: bool = False,
     ) -> EngineSettings:
         """As ``Bench.settings``, with the cache that the other ranks have.
+
+        No chunk is captured, whatever ``chunk_graphs`` says: ranks cannot replay parts.
 
         Raises:
             BenchmarkError: it is too small for these sequences.

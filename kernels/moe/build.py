@@ -7,6 +7,7 @@ torch header is compiled, so the library serves any torch version.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -78,6 +79,13 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+@cache
+def _launcher(name: str) -> Callable[..., int]:
+    """One function of the library; found once, since a chunk of a prompt makes hundreds of launches."""
+    function: Callable[..., int] = getattr(_library(), f"antiphon_moe_{name}")
+    return function
+
+
 def launch(name: str, *arguments: int | float | None) -> None:
     """Launch ``antiphon_moe_<name>`` on torch's current stream, which is appended to the arguments.
 
@@ -85,7 +93,6 @@ def launch(name: str, *arguments: int | float | None) -> None:
         KernelLibraryError: the library was not built.
         RuntimeError: CUDA refused the launch; names the kernel and the reason.
     """
-    library = _library()
-    status = getattr(library, f"antiphon_moe_{name}")(*arguments, torch.cuda.current_stream().cuda_stream)
+    status = _launcher(name)(*arguments, torch.cuda.current_stream().cuda_stream)
     if status != 0:
-        raise RuntimeError(f"moe {name}: {library.antiphon_moe_error(status).decode()}")
+        raise RuntimeError(f"moe {name}: {_library().antiphon_moe_error(status).decode()}")

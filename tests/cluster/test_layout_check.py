@@ -90,6 +90,21 @@ def test_a_gpu_that_is_too_small_is_named_with_what_would_be_on_it() -> None:
         check_memory(crowd, 30 * GIB)
 
 
+def test_captured_chunks_are_counted_where_prompts_are_computed() -> None:
+    """By their largest size: what is set apart for a token of a chunk, and nothing where none is computed."""
+    shape = PRESETS["gpt-oss-20b"]
+    sizes = {"none": [], "small": [64, 256], "large": [2048]}
+    needs = {}
+    for name, each in sizes.items():
+        pool = {"chunk_graph_tokens": each, "chunk_tokens": 2048}
+        needs[name] = rank_needs(config(prefill=pool, decode=pool), shape)
+    prefill, decode = ({name: pair[i].workspace for name, pair in needs.items()} for i in range(2))
+    token = (prefill["small"] - prefill["none"]) // 256
+    assert token == 2 * (4 * shape.hidden_size + 2 * 80 * shape.head_dim)
+    assert prefill["large"] - prefill["none"] == 2048 * token
+    assert len(set(decode.values())) == 1
+
+
 @pytest.mark.parametrize(
     ("sections", "says"),
     [

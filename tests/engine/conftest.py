@@ -225,7 +225,11 @@ def make_engine(mode: str, model: LanguageModel, engine_settings: EngineSettings
     """An engine of one of the ``MODES``."""
     if mode == "plain":
         return EngineLoop(model, engine_settings, **more)
-    changes: dict[str, Any] = {"overlap": True, "decode_graphs": mode == "graphs late"}
+    changes: dict[str, Any] = {"overlap": True}
+    if mode == "graphs late":
+        chunk = engine_settings.chunk_tokens
+        changes |= {"decode_graphs": True, "chunk_graph_tokens": tuple({max(2, chunk // 2 + 3), chunk})}
+        changes["chunk_graph_tokens"] = tuple(sorted(changes["chunk_graph_tokens"]))
     runtime = LazyRuntime() if mode.endswith("late") else HostRuntime()
     return EngineLoop(
         model,

@@ -98,3 +98,16 @@ def test_splits_fill_the_device_only_while_the_batch_does_not() -> None:
     assert choose_splits(8, 8) == 5
     assert choose_splits(32, 8) == 1
     assert choose_splits(128, 8) == 1
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_the_output_of_a_padded_chunk_may_take_the_place_of_its_queries(window: int | None) -> None:
+    """Queries behind the chunk's own are padding and stay what they are."""
+    layer, sequences, query, sinks = paged([257], [129], seed=4)
+    expected = reference.paged_attention(query, layer, sequences, sinks, window, SCALE)
+    padded = torch.cat((query, torch.randn(63, *query.shape[1:])))
+    before = padded.clone()
+    out = prefill_attention(padded, layer, sequences, sinks, window, SCALE, len(padded), out=padded)
+    assert out is padded
+    torch.testing.assert_close(out[:129], expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(out[129:], before[129:])

@@ -29,3 +29,15 @@ def test_the_lowest_id_wins_among_equals() -> None:
     ids, weights = route(torch.zeros(2, 64), torch.randn(8, 64), torch.ones(8), 4)
     assert ids.tolist() == [[0, 1, 2, 3]] * 2
     torch.testing.assert_close(weights, torch.full((2, 4), 0.25))
+
+
+@pytest.mark.parametrize("live", [1, 16, 21, 37])
+def test_padding_chooses_no_expert_and_changes_nobody(live: int) -> None:
+    torch.manual_seed(live)
+    x, weight, bias = torch.randn(37, 96), torch.randn(8, 96), torch.randn(8)
+    alone, weights = route(x, weight, bias, 4)
+    starts = torch.tensor([0, live], dtype=torch.int32)
+    ids, same = route(x, weight, bias, 4, starts[-1:])
+    assert torch.equal(ids[:live], alone[:live])
+    assert torch.equal(same, weights)
+    assert bool((ids[live:] == -1).all())
