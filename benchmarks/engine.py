@@ -34,7 +34,7 @@ from antiphon.benchmarks.records import (
     checkout_commit,
     now,
 )
-from antiphon.configs.schema import default_graphed_chunks
+from antiphon.configs.schema import standard_graphed_chunks
 from antiphon.engine.events import (
     EngineEvent,
     PagesReserved,
@@ -105,7 +105,7 @@ class Bench:
             headroom_tokens=PAGE,
             overlap=True,
             decode_graphs=graphs,
-            chunk_graph_tokens=default_graphed_chunks(chunk) if chunk_graphs else (),
+            chunk_graph_tokens=standard_graphed_chunks(chunk) if chunk_graphs else (),
         )
 
     def engine(self, settings: EngineSettings) -> EngineLoop:
@@ -212,11 +212,18 @@ def decode_point(bench: Bench, batch: int, context: int, steps: int) -> Record:
 # ---------------------------------------------------------------------------------------------------- prefill
 
 
-def prefill_point(bench: Bench, tokens: int, chunk: int, repeats: int) -> Record:
+def prefill_point(
+    bench: Bench, tokens: int, chunk: int, repeats: int, *, chunk_graphs: bool = False
+) -> Record:
     """Median time from a prompt of ``tokens`` to its first token; the first prompt warms up."""
     chunk = min(chunk, -(-tokens // PAGE) * PAGE)
     settings = bench.settings(
-        sequences=2, tokens=tokens + PAGE, chunk=chunk, graphs=True, chunk_graphs=True, prefix_cache=True
+        sequences=2,
+        tokens=tokens + PAGE,
+        chunk=chunk,
+        graphs=True,
+        chunk_graphs=chunk_graphs,
+        prefix_cache=True,
     )
     loop = bench.engine(settings)
     times = []
@@ -302,7 +309,9 @@ def run(bench: Bench, options: argparse.Namespace) -> list[Record]:
             _say(record, f"decode, batch {batch}, context {context}")
     for tokens in _numbers(options.prefill):
         free_memory()
-        record = prefill_point(bench, tokens, options.chunk, options.repeats)
+        record = prefill_point(
+            bench, tokens, options.chunk, options.repeats, chunk_graphs=options.chunk_graphs
+        )
         records.append(record)
         _say(record, f"prefill, {tokens} tokens")
     return records
@@ -333,6 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefill", default="", help="prompt lengths, such as 1024,8192,32768")
     parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens per step")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--chunk-graphs", action="store_true", help="replay chunks from CUDA graphs")
     parser.add_argument("--resident-fp8", action="store_true", help="hold FP8 experts for long chunks too")
     parser.add_argument("--out", type=Path, default=RESULTS / "engine.json")
     options = parser.parse_args(arguments)

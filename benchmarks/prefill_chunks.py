@@ -23,7 +23,7 @@ from torch import Tensor
 
 from antiphon.benchmarks.engine import PAGE, Bench, BenchmarkError, first_token, free_memory, make_bench
 from antiphon.benchmarks.records import checkout_commit, now
-from antiphon.configs.schema import default_graphed_chunks
+from antiphon.configs.schema import standard_graphed_chunks
 from antiphon.engine.device_executor import DeviceExecutor
 from antiphon.engine.device_runtime import Completion, CudaRuntime, DeviceRuntime, HostRuntime
 from antiphon.engine.loop import EngineLoop
@@ -173,7 +173,7 @@ def point(bench: Bench, tokens: int, chunk: int, repeats: int) -> dict[str, obje
     splits: dict[str, Split] = {}
     loops: list[EngineLoop] = []
     capture_s = 0.0
-    for name, sizes in (("eager", ()), ("graphs", default_graphed_chunks(chunk))):
+    for name, sizes in (("eager", ()), ("graphs", standard_graphed_chunks(chunk))):
         begin = time.perf_counter()
         loop, runtime = engine_for(bench, tokens, chunk, sizes)
         capture_s = time.perf_counter() - begin

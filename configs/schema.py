@@ -62,8 +62,8 @@ _GRAPHED_CHUNKS = (64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 
 _LARGEST_WHOLE_CHUNK = 8192
 
 
-def default_graphed_chunks(chunk_tokens: int) -> tuple[int, ...]:
-    """Padded sizes for which chunks are captured unless the configuration says otherwise, ascending.
+def standard_graphed_chunks(chunk_tokens: int) -> tuple[int, ...]:
+    """Padded sizes for which chunks are captured where the configuration says ``standard``, ascending.
 
     Longer ones keep the device busier than the host; whole chunks, of which a long prompt consists but for
     its end, need no padding.
@@ -94,11 +94,11 @@ class WorkerConfig(Section):
     """This pool's pages."""
     chunk_tokens: int = pydantic.Field(512, ge=16)
     """Prompt tokens computed per prefill step; a multiple of the page size."""
-    chunk_graph_tokens: tuple[int, ...] | None = None
+    chunk_graph_tokens: tuple[int, ...] | Literal["standard"] = ()
     """On a GPU, in a worker of one rank: the sizes, in tokens, to which chunks of prompts are padded and for
-    which they are captured as CUDA graphs when the worker starts. Longer chunks, and steps of several
-    prompts, are issued launch by launch. Absent, 64 and more in growing steps up to 2,048, and
-    ``chunk_tokens`` where it is at most 8,192; empty captures none."""
+    which they are captured as CUDA graphs when the worker starts; ``standard`` are 64 and more in growing
+    steps up to 2,048, and ``chunk_tokens`` where it is at most 8,192. Longer chunks, and steps of several
+    prompts, are issued launch by launch; so is every chunk when this is empty."""
     max_batch_size: int = pydantic.Field(32, ge=1)
     """Sequences decoded together."""
     max_queued_requests: int = pydantic.Field(256, ge=1)
@@ -129,6 +129,8 @@ class WorkerConfig(Section):
                 f"chunk_graph_tokens on device {self.device} with tensor_parallel {self.tensor_parallel}: "
                 "only a worker of one GPU captures chunks"
             )
+        if sizes == "standard":
+            return self
         if list(sizes) != sorted(set(sizes)) or sizes[0] < 2 or sizes[-1] > self.chunk_tokens:
             raise ValueError(
                 f"chunk_graph_tokens {sizes} do not ascend within 2 .. chunk_tokens {self.chunk_tokens}"
@@ -148,14 +150,10 @@ class WorkerConfig(Section):
 
     @property
     def graphed_chunk_tokens(self) -> tuple[int, ...]:
-        """Padded sizes of captured chunks, ascending; none on a CPU and over several ranks."""
-        if self.device == "cpu" or self.tensor_parallel > 1:
-            return ()
-        return (
-            default_graphed_chunks(self.chunk_tokens)
-            if self.chunk_graph_tokens is None
-            else self.chunk_graph_tokens
-        )
+        """Padded sizes of captured chunks, ascending."""
+        if self.chunk_graph_tokens == "standard":
+            return standard_graphed_chunks(self.chunk_tokens)
+        return self.chunk_graph_tokens
 
     @property
     def local_prefill_limit_tokens(self) -> float:

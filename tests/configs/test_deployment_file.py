@@ -45,6 +45,7 @@ def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
             MODEL + "prefill: {device: cuda, tensor_parallel: 2, chunk_graph_tokens: [64]}\n",
             "with tensor_parallel 2",
         ),
+        (MODEL + "prefill: {chunk_graph_tokens: standard}\n", "on device cpu"),
         (MODEL + "prefill: {device: cuda, chunk_graph_tokens: [128, 64]}\n", "do not ascend"),
         (MODEL + "prefill: {device: cuda, chunk_graph_tokens: [64, 1024]}\n", "chunk_tokens 512"),
         (MODEL + "prefill: {replicas: 0}\n", "prefill.replicas 0 with decode.local_prefill never"),
@@ -87,15 +88,14 @@ def test_a_password_in_a_url_is_not_repeated(tmp_path: Path) -> None:
     assert "hunter2" not in str(error.value)
 
 
-def test_captured_chunks_follow_the_chunk_unless_they_are_named(tmp_path: Path) -> None:
+def test_no_chunk_is_captured_unless_sizes_are_named(tmp_path: Path) -> None:
     def sizes(worker: str) -> tuple[int, ...]:
         text = MODEL + f"prefill: {{{worker}}}\n"
         return load_deployment(write(tmp_path, text)).prefill.graphed_chunk_tokens
 
-    assert sizes("device: cpu") == ()
-    assert sizes("device: cuda, tensor_parallel: 2") == ()
-    assert sizes("device: cuda, chunk_graph_tokens: []") == ()
+    assert sizes("device: cuda") == ()
     assert sizes("device: cuda, chunk_graph_tokens: [100, 200]") == (100, 200)
-    assert sizes("device: cuda, chunk_tokens: 256") == (64, 128, 192, 256)
-    assert sizes("device: cuda, chunk_tokens: 8192")[-3:] == (1792, 2048, 8192)
-    assert sizes("device: cuda, chunk_tokens: 16384")[-1] == 2048
+    standard = "device: cuda, chunk_graph_tokens: standard"
+    assert sizes(f"{standard}, chunk_tokens: 256") == (64, 128, 192, 256)
+    assert sizes(f"{standard}, chunk_tokens: 8192")[-3:] == (1792, 2048, 8192)
+    assert sizes(f"{standard}, chunk_tokens: 16384")[-1] == 2048
