@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -128,13 +128,39 @@ def _check_extent(path: Path, tensors: list[StoredTensor], data_start: int, size
         raise CheckpointError(f"{path}: {size - end} surplus bytes after the last tensor")
 
 
-def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, int]:
+def read_metadata(path: Path) -> dict[str, str]:
+    """What the writer of a safetensors file says about it; empty when it says nothing.
+
+    Raises:
+        CheckpointError: the header cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            raw = file.read(min(length, _MAX_HEADER_BYTES))
+        tree = json.loads(raw)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, struct.error) as error:
+        raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
+    metadata = tree.get("__metadata__", {}) if isinstance(tree, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: metadata is not an object of strings")
+    return metadata
+
+
+def encode_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, int]:
     """Header (length prefix included) of a file holding (name, dtype, shape) in this order.
+
+    Args:
+        metadata: what else the header says; see ``read_metadata``.
 
     Returns:
         the bytes before the data, padded to a multiple of 8, and the size of the whole file in bytes.
     """
-    tree: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    tree: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for name, dtype, shape in tensors:
         end = offset + math.prod(shape) * DTYPE_BYTES[dtype]
