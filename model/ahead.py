@@ -18,7 +18,7 @@ from antiphon.kernels.reference import PagedSequences
 from antiphon.kernels.router import route
 from antiphon.kernels.sampling import choose_tokens
 from antiphon.model.config import GptOssConfig
-from antiphon.model.cuda_transformer import hopper_obstacle
+from antiphon.model.cuda_roads import hopper_obstacle
 
 _LONG_CHUNK = 4096
 """Beyond what is routed in small blocks."""

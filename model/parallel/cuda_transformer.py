@@ -24,13 +24,8 @@ from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write, rotation_table
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import GptOssConfig
-from antiphon.model.cuda_transformer import (
-    LayerWeights,
-    collect_parameters,
-    hopper_obstacle,
-    layer_experts,
-    layer_weights,
-)
+from antiphon.model.cuda_roads import hopper_obstacle
+from antiphon.model.cuda_weights import LayerWeights, collect_parameters, layer_experts, layer_weights
 from antiphon.model.forward import ForwardBatch, KvLayers
 from antiphon.model.parallel.communicator import Communicator
 from antiphon.model.parallel.cuda_experts import HopperRankExperts, PortableRankExperts, RankExperts

@@ -13,7 +13,8 @@ from antiphon.kernels.reference import PagedSequences
 from antiphon.model.checkpoint.load import fill
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.config import GptOssConfig, preset
-from antiphon.model.cuda_transformer import CudaTransformer, Road
+from antiphon.model.cuda_roads import Road
+from antiphon.model.cuda_transformer import CudaTransformer
 from antiphon.model.forward import ForwardBatch, LanguageModel
 from antiphon.model.transformer import Transformer
 

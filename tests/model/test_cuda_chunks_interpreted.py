@@ -12,7 +12,8 @@ from torch import Tensor
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.config import GptOssConfig
-from antiphon.model.cuda_transformer import CudaTransformer, Road
+from antiphon.model.cuda_roads import Road
+from antiphon.model.cuda_transformer import CudaTransformer
 from antiphon.model.forward import ForwardBatch
 
 pytestmark = pytest.mark.skipif(

@@ -10,7 +10,7 @@ import torch
 from antiphon.kernels.attention.prefill_hopper import hopper_prefill_attention
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import preset
-from antiphon.model.cuda_transformer import hopper_shape_obstacle
+from antiphon.model.cuda_roads import hopper_shape_obstacle
 
 
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "gpt-oss-120b"])

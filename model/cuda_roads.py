@@ -1,0 +1,56 @@
+"""Which family of kernels runs a model, decided from its shape and the device alone."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import torch
+
+from antiphon.kernels.attention import prefill_hopper
+from antiphon.kernels.dense import skinny
+from antiphon.kernels.moe.decode import SWIGLU_LIMIT
+from antiphon.kernels.moe.expert_range import MAX_EXPERTS, TOP_K
+from antiphon.model.config import GptOssConfig
+
+
+class Road(StrEnum):
+    """Which family of kernels a model runs on."""
+
+    HOPPER = "hopper"
+    """Kernels made for the published models' shape on sm_90."""
+    PORTABLE = "portable"
+    """Triton and cuBLAS, for any shape."""
+
+
+def hopper_obstacle(config: GptOssConfig, device: torch.device) -> str | None:
+    """Why the kernels made for Hopper cannot run this model here; None when they can."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"{device} is sm_{capability[0]}{capability[1]}, they need sm_90"
+    return hopper_shape_obstacle(config)
+
+
+def hopper_shape_obstacle(config: GptOssConfig) -> str | None:
+    """What of the model's shape those kernels are not made for; None when nothing. Needs no GPU."""
+    made_for = {
+        "hidden_size": skinny.HIDDEN,
+        "intermediate_size": skinny.HIDDEN,
+        "num_attention_heads": skinny.QUERY_WIDTH // prefill_hopper.HEAD_DIM,
+        "num_key_value_heads": skinny.QUERY_WIDTH // prefill_hopper.HEAD_DIM // prefill_hopper.GROUP,
+        "head_dim": prefill_hopper.HEAD_DIM,
+        "experts_per_token": TOP_K,
+        "swiglu_limit": SWIGLU_LIMIT,
+    }
+    for name, value in made_for.items():
+        if getattr(config, name) != value:
+            return f"{name} is {getattr(config, name)}, they are made for {value}"
+    if config.num_experts > MAX_EXPERTS:
+        return f"num_experts is {config.num_experts}, they are made for at most {MAX_EXPERTS}"
+    if config.sliding_window < prefill_hopper.PAGE:
+        return f"sliding_window is {config.sliding_window}, they are made for at least {prefill_hopper.PAGE}"
+    return None
+
+
+def choose_road(config: GptOssConfig, device: torch.device) -> Road:
+    """The fastest one that can run the model there."""
+    return Road.HOPPER if hopper_obstacle(config, device) is None else Road.PORTABLE

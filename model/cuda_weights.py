@@ -1,0 +1,92 @@
+"""A GPT-OSS model's tensors on a CUDA device, taken by their names out of what a checkpoint gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels.reference import ExpertMatrix
+from antiphon.model.cuda_experts import CheckpointExperts
+from antiphon.protocol.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer's tensors on the device, experts apart; shapes as in ``model.transformer``."""
+
+    attn_norm: Tensor
+    qkv_weight: Tensor
+    qkv_bias: Tensor
+    sinks: Tensor
+    out_weight: Tensor
+    out_bias: Tensor
+    mlp_norm: Tensor
+
+
+def collect_parameters(
+    parameters: Iterable[tuple[str, Tensor]],
+    device: torch.device,
+    skip_unembedding: bool,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Tensor]:
+    """Tensors by name on a device, in ``dtype`` but for what is packed.
+
+    Raises:
+        CheckpointError: one is given twice.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in parameters:
+        if skip_unembedding and name == "unembedding.weight":
+            continue
+        if name in tensors:
+            raise CheckpointError(f"{name}: given twice")
+        held = tensor.dtype if tensor.dtype is torch.uint8 else dtype
+        tensors[name] = tensor.to(device, held).contiguous()
+    return tensors
+
+
+def _take(tensors: dict[str, Tensor], layer: int, name: str) -> Tensor:
+    full = f"block.{layer}.{name}"
+    try:
+        return tensors.pop(full)
+    except KeyError:
+        raise CheckpointError(f"{full}: not given") from None
+
+
+def layer_weights(tensors: dict[str, Tensor], layer: int) -> LayerWeights:
+    """One layer's, taken out of ``tensors``.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    take = partial(_take, tensors, layer)
+    return LayerWeights(
+        attn_norm=take("attn.norm.scale"),
+        qkv_weight=take("attn.qkv.weight"),
+        qkv_bias=take("attn.qkv.bias"),
+        sinks=take("attn.sinks").float(),
+        out_weight=take("attn.out.weight"),
+        out_bias=take("attn.out.bias"),
+        mlp_norm=take("mlp.norm.scale"),
+    )
+
+
+def layer_experts(tensors: dict[str, Tensor], layer: int) -> CheckpointExperts:
+    """One layer's, taken out of ``tensors``.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    take = partial(_take, tensors, layer)
+    return CheckpointExperts(
+        gate_weight=take("mlp.gate.weight"),
+        gate_bias=take("mlp.gate.bias"),
+        gate_up=ExpertMatrix(take("mlp.mlp1_weight.blocks"), take("mlp.mlp1_weight.scales")),
+        gate_up_bias=take("mlp.mlp1_bias"),
+        down=ExpertMatrix(take("mlp.mlp2_weight.blocks"), take("mlp.mlp2_weight.scales")),
+        down_bias=take("mlp.mlp2_bias"),
+    )
