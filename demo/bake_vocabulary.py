@@ -1,21 +1,25 @@
 """Writes ``vocabulary.json``: the words that examples are made of and the token rows that the model keeps.
 
-A developer's tool, run by hand when the skills or the tables change::
+A developer's tool, run by hand before a training when the skills or the tables have changed::
 
-    pip install english-words && python -m antiphon.demo.bake_vocabulary
+    pip install english-words==2.0.2 && python -m antiphon.demo.bake_vocabulary vocabulary.json
 
 Rows kept are: tokens of printable ASCII that the tokenizer learnt early, everyday English words in all their
 spellings, every fact, all numbers of up to three digits, what invented names and odd words mostly consist of,
 the special tokens of Harmony, and whatever else occurs often in training examples. All other tokens share one
-input row and one output row. The packed weights belong to one vocabulary: both change together.
+input row and one output row. Rows of the vocabulary that ships are all kept. The same code and the same
+shipped vocabulary give the same file. Packed weights belong to one vocabulary: ``antiphon.demo.ship``
+installs both.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import re
 from collections import Counter
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -25,7 +29,7 @@ from antiphon.demo.mixture import make_example
 from antiphon.demo.skills.functions import CITIES, NOUNS
 from antiphon.demo.skills.knowledge import Fact
 from antiphon.demo.tables import aliases, capitalised, relations
-from antiphon.demo.vocabulary import VOCABULARY_FILE, load_vocabulary
+from antiphon.demo.vocabulary import load_vocabulary
 from antiphon.demo.words import COMMON_WORDS, WordSource, is_plain_word
 
 SPECIAL = (199_998, 199_999, 200_002, 200_003, 200_005, 200_006, 200_007, 200_008, 200_012)
@@ -140,13 +144,16 @@ def pieces(kept: list[int]) -> list[str]:
 
 
 def main() -> None:
-    """Bake the vocabulary."""
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="where to write it; the trainer's --vocabulary")
+    file: Path = parser.parse_args().file
     words = english_words()
     base = base_token_ids(words)
     base |= odd_tokens(WordSource(words), base)
     kept = kept_token_ids(WordSource(words, tuple(pieces(sorted(base)))), base)
     content = {"words": " ".join(words), "pieces": " ".join(pieces(kept)), "token_ids": kept}
-    VOCABULARY_FILE.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -14,11 +16,15 @@ import numpy.typing as npt
 from antiphon.demo.dialogue import Effort, Example, Split
 from antiphon.demo.harmony import Rendered, render, system_tokens
 from antiphon.demo.mixture import SKILLS, TOOL_SKILLS, depends_on_date, make_example
-from antiphon.demo.vocabulary import Vocabulary, load_vocabulary
+from antiphon.demo.vocabulary import FULL_VOCABULARY, VOCABULARY_FILE, Vocabulary, load_vocabulary
+from antiphon.demo.words import WordSource
 
 IGNORED = -1
 """Target of a position that is not trained: prompts and padding."""
-
+UNKEPT = FULL_VOCABULARY - 1
+"""A token that no text has, so its row is the one that all tokens without a row share."""
+RowTable = npt.NDArray[np.int16]
+"""[201088] row of every token."""
 
 TOOL_ROWS = 0.45
 """Share of the rows whose conversations offer functions; their conversations are longer, so fewer fit."""
@@ -79,41 +85,44 @@ class ExampleSource:
                 return example
 
 
-def spellable(example: Example) -> Rendered | None:
+def spellable(example: Example, rows: RowTable) -> Rendered | None:
     """Its tokens, or None when the reply has one that is not kept: the model has no row to write it with."""
     rendered = render(example)
-    reply = _row_table()[rendered.token_ids[rendered.prompt_tokens :]]
-    return None if (reply == load_vocabulary().unseen).any() else rendered
+    reply = rows[rendered.token_ids[rendered.prompt_tokens :]]
+    return None if (reply == rows[UNKEPT]).any() else rendered
 
 
-def make_shard(seed: int, index: int, rows: int, row_tokens: int) -> Shard:
+def make_shard(
+    seed: int, index: int, rows: int, row_tokens: int, vocabulary_file: Path = VOCABULARY_FILE
+) -> Shard:
     """Shard ``index`` of the stream of ``seed``."""
     rng = Random(f"shard {seed} {index}")
-    source = ExampleSource(rng, load_vocabulary())
+    source = ExampleSource(rng, load_vocabulary(vocabulary_file))
+    table = row_table(vocabulary_file)
     shape = (rows, row_tokens)
     shard = Shard(
-        np.full(shape, _row_table()[199_999], np.int16),
+        np.full(shape, table[199_999], np.int16),
         np.full(shape, IGNORED, np.int16),
         np.zeros(shape, np.int16),
         np.zeros(shape, np.int16),
     )
     for row in range(rows):
-        _fill_row(shard, row, source, with_tools=row < round(rows * TOOL_ROWS))
+        _fill_row(shard, row, source, table, with_tools=row < round(rows * TOOL_ROWS))
     return shard
 
 
-def _fill_row(shard: Shard, row: int, source: ExampleSource, with_tools: bool) -> None:
+def _fill_row(shard: Shard, row: int, source: ExampleSource, table: RowTable, *, with_tools: bool) -> None:
     """One system message, then conversations until a few in turn do not fit."""
     capacity = shard.inputs.shape[1]
     first = example = source.first(with_tools)
     opening = system_tokens(first.effort, first.date, with_tools)
     used, count, misfits = len(opening), 0, 0
-    shard.inputs[row, :used] = _row_table()[list(opening)]
+    shard.inputs[row, :used] = table[list(opening)]
     shard.positions[row, :used] = np.arange(used)
     while misfits < 3:
-        rendered = spellable(example)
+        rendered = spellable(example, table)
         if rendered is not None:
-            ids = _row_table()[rendered.token_ids[len(opening) :]]
+            ids = table[rendered.token_ids[len(opening) :]]
             end = used + len(ids) - 1
             if end <= capacity:
                 count += 1
@@ -131,44 +140,56 @@ def _fill_row(shard: Shard, row: int, source: ExampleSource, with_tools: bool) -
     shard.documents[row, used:] = count + 1
 
 
-def held_out_examples(seed: int, per_skill: int, skills: tuple[str, ...] = tuple(SKILLS)) -> list[Example]:
+def held_out_examples(
+    seed: int,
+    per_skill: int,
+    skills: tuple[str, ...] = tuple(SKILLS),
+    vocabulary_file: Path = VOCABULARY_FILE,
+) -> list[Example]:
     """Questions of the held-out split, ``per_skill`` of each skill, whose answers the model can spell."""
+    words, table = load_vocabulary(vocabulary_file).words, row_table(vocabulary_file)
     return [
-        _held_out(Random(f"held out {seed} {skill} {i}"), skill) for skill in skills for i in range(per_skill)
+        _held_out(Random(f"held out {seed} {skill} {i}"), skill, words, table)
+        for skill in skills
+        for i in range(per_skill)
     ]
 
 
-def _held_out(rng: Random, skill: str) -> Example:
+def _held_out(rng: Random, skill: str, words: WordSource, table: RowTable) -> Example:
     while True:
-        example = make_example(rng, Split.HELD_OUT, load_vocabulary().words, skill)
-        if spellable(example) is not None:
+        example = make_example(rng, Split.HELD_OUT, words, skill)
+        if spellable(example, table) is not None:
             return example
 
 
-def shard_stream(seed: int, rows: int, row_tokens: int, workers: int, count: int) -> Iterator[Shard]:
+def shard_stream(
+    seed: int,
+    rows: int,
+    row_tokens: int,
+    workers: int,
+    count: int,
+    vocabulary_file: Path = VOCABULARY_FILE,
+) -> Iterator[Shard]:
     """``count`` shards in order; ``workers`` processes make them ahead of time (0: in this process)."""
     if workers == 0:
         for index in range(count):
-            yield make_shard(seed, index, rows, row_tokens)
+            yield make_shard(seed, index, rows, row_tokens, vocabulary_file)
         return
     context = multiprocessing.get_context("spawn")
     with context.Pool(workers) as pool:
         pending = []
         ahead = 4 * workers
         for index in range(min(ahead, count)):
-            pending.append(pool.apply_async(make_shard, (seed, index, rows, row_tokens)))
+            pending.append(pool.apply_async(make_shard, (seed, index, rows, row_tokens, vocabulary_file)))
         for index in range(count):
             shard = pending.pop(0).get()
             if index + ahead < count:
-                pending.append(pool.apply_async(make_shard, (seed, index + ahead, rows, row_tokens)))
+                later = (seed, index + ahead, rows, row_tokens, vocabulary_file)
+                pending.append(pool.apply_async(make_shard, later))
             yield shard
 
 
-_TABLE: list[npt.NDArray[np.int16]] = []
-
-
-def _row_table() -> npt.NDArray[np.int16]:
+@functools.cache
+def row_table(vocabulary_file: Path = VOCABULARY_FILE) -> RowTable:
     """Row of every token, made once per process."""
-    if not _TABLE:
-        _TABLE.append(np.asarray(load_vocabulary().row_table(), np.int16))
-    return _TABLE[0]
+    return np.asarray(load_vocabulary(vocabulary_file).row_table(), np.int16)

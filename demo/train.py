@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from antiphon.demo.dataset import IGNORED, Shard, shard_stream
 from antiphon.demo.network import Packing, TinyGptOss, placement
 from antiphon.demo.optimizer import Optimizer, schedule
 from antiphon.demo.packed import load_weights, read_packed, shipped_weights, start_from, write_packed
+from antiphon.demo.saver import Saver
 from antiphon.demo.shape import TINY
-from antiphon.demo.vocabulary import load_vocabulary
+from antiphon.demo.vocabulary import VOCABULARY_FILE, load_vocabulary
 from antiphon.model.config import GptOssConfig
 
 
@@ -52,6 +54,8 @@ class Settings:
     config: GptOssConfig = TINY
     init: Path | None = None
     """A packed model to go on from, with a schedule of its own; None: from random weights."""
+    vocabulary: Path = VOCABULARY_FILE
+    """Rows and words; with ``init`` it may have more rows than those weights."""
 
 
 SMOKE = {
@@ -90,7 +94,9 @@ def batches(settings: Settings) -> Iterator[Batch]:
     """The stream of training batches; M is fixed so that compiled code sees one shape."""
     trained = int(settings.rows * settings.row_tokens * TRAINED_SHARE) // 128 * 128
     count = settings.steps or MOST_STEPS
-    shards = shard_stream(settings.seed, settings.rows, settings.row_tokens, settings.workers, count)
+    shards = shard_stream(
+        *(settings.seed, settings.rows, settings.row_tokens, settings.workers, count), settings.vocabulary
+    )
     for shard in shards:
         yield to_device(shard, trained, settings.device)
 
@@ -115,6 +121,8 @@ TRAINED_SHARE = 0.5
 MOST_STEPS = 100_000
 FITTED_AT, FITTED_FROM = 300, 60
 """The steps whose speed says how many fit."""
+SAVED_EVERY = 1000
+"""Steps between two savings, so that a run that is cut short leaves weights to go on from."""
 LossFunction = Callable[[Batch], tuple[Tensor, Tensor]]
 
 
@@ -152,8 +160,8 @@ class Record:
     steps: int
 
 
-def train(model: TinyGptOss, settings: Settings, checkpoint: Callable[[int], None]) -> Record:
-    """Train in place; ``checkpoint(step)`` is called now and then."""
+def train(model: TinyGptOss, settings: Settings, checkpoint: Callable[[], None]) -> Record:
+    """Train in place; ``checkpoint`` is called now and then."""
     optimizer = Optimizer(model, settings.matrix_rate, settings.other_rate)
     loss_of = loss_function(model, settings)
     losses: list[tuple[int, Tensor]] = []
@@ -185,8 +193,8 @@ def train(model: TinyGptOss, settings: Settings, checkpoint: Callable[[int], Non
             if step == FITTED_AT and total is None:
                 _finite(cross_entropy, step)
                 total = bar.total = fitting_steps(settings.max_seconds, time.monotonic() - began, steady)
-            if step % 3000 == 0:
-                checkpoint(step)
+            if step % SAVED_EVERY == 0:
+                checkpoint()
     if settings.device.startswith("cuda"):
         torch.cuda.synchronize()
     seconds = time.monotonic() - began
@@ -238,7 +246,7 @@ def plot(record: Record, path: Path) -> None:
 def build_model(settings: Settings) -> TinyGptOss:
     """The model with its initial weights: a function of the seed, and of the packed model to go on from."""
     torch.manual_seed(settings.seed)
-    vocabulary = load_vocabulary()
+    vocabulary = load_vocabulary(settings.vocabulary)
     model = TinyGptOss(settings.config, vocabulary.unseen, vocabulary.unseen_tokens)
     if settings.init is not None:
         known = start_from(model, read_packed(settings.init), vocabulary.token_ids)
@@ -247,19 +255,25 @@ def build_model(settings: Settings) -> TinyGptOss:
 
 
 def run(settings: Settings) -> dict[str, object]:
-    """Train, pack, score; returns the metrics that are also written to ``metrics.json``."""
+    """Train, pack, score; returns the metrics that are also written to ``metrics.json``.
+
+    Whatever ends the training early, the weights of its last steps are kept.
+    """
     from antiphon.demo.score import score_model
 
     settings.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
-    vocabulary = load_vocabulary()
+    vocabulary = load_vocabulary(settings.vocabulary)
+    shutil.copyfile(settings.vocabulary, settings.out / VOCABULARY_FILE.name)
     model = build_model(settings)
-    packed = settings.out / "gpt-oss-tiny.bin.xz"
-
-    def save(step: int) -> None:
-        write_packed(shipped_weights(model), settings.config, vocabulary.token_ids, packed, preset=0)
-
-    record = train(model, settings, save)
+    saver = Saver(settings.out / "gpt-oss-tiny.bin.xz", settings.config, vocabulary.token_ids)
+    try:
+        record = train(model, settings, lambda: saver.save(model))
+    except Exception:
+        saver.save(model)
+        raise
+    finally:
+        saver.wait()
     plot(record, settings.out / "loss.png")
     metrics: dict[str, object] = {
         "steps": record.steps,
@@ -271,14 +285,18 @@ def run(settings: Settings) -> dict[str, object]:
         "init": settings.init and hashlib.sha256(settings.init.read_bytes()).hexdigest(),
         "torch": torch.__version__,
     }
-    (settings.out / "metrics.json").write_text(json.dumps(metrics))
+    kept_metrics = settings.out / "metrics.json"
+    kept_metrics.write_text(json.dumps(metrics))
     weights = shipped_weights(model)
-    write_packed(weights, settings.config, vocabulary.token_ids, packed)
+    write_packed(weights, settings.config, vocabulary.token_ids, saver.path)
     load_weights(model, weights)
     torch.set_float32_matmul_precision("highest")
-    table = score_model(model, vocabulary, settings.score_per_skill, settings.out / "answers.jsonl")
-    metrics["scores"] = table
-    (settings.out / "metrics.json").write_text(json.dumps(metrics))
+    began = time.monotonic()
+    metrics["scores"] = score_model(
+        model, settings.score_per_skill, settings.out / "answers.jsonl", vocabulary_file=settings.vocabulary
+    )
+    metrics["scored_in_s"] = round(time.monotonic() - began, 1)
+    kept_metrics.write_text(json.dumps(metrics))
     return metrics
 
 
@@ -289,6 +307,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a few steps of a smaller model on the CPU")
     for name, kind in (
         ("init", Path),
+        ("vocabulary", Path),
         ("steps", int),
         ("rows", int),
         ("seed", int),

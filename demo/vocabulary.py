@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.demo.words import WordSource
+from antiphon.protocol.errors import CheckpointError
 
 VOCABULARY_FILE = Path(__file__).with_name("vocabulary.json")
 FULL_VOCABULARY = 201_088
@@ -39,10 +40,17 @@ class Vocabulary:
 
 
 @functools.cache
-def load_vocabulary() -> Vocabulary:
-    """The vocabulary that the project's packed model was trained with."""
-    content = json.loads(VOCABULARY_FILE.read_text(encoding="utf-8"))
-    return Vocabulary(
-        tuple(content["token_ids"]),
-        WordSource(tuple(content["words"].split()), tuple(content["pieces"].split())),
-    )
+def load_vocabulary(path: Path = VOCABULARY_FILE) -> Vocabulary:
+    """A vocabulary file; by default that of the packed model that ships.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no vocabulary; the message names the file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Vocabulary(
+            tuple(content["token_ids"]),
+            WordSource(tuple(content["words"].split()), tuple(content["pieces"].split())),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a vocabulary: {error}") from error

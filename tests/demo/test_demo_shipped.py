@@ -53,7 +53,7 @@ def test_what_may_not_ship_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
     known = load_vocabulary()
     fewer = dataclasses.replace(known, token_ids=known.token_ids[1:])
     with monkeypatch.context() as patch:
-        patch.setattr("antiphon.demo.ship.load_vocabulary", lambda: fewer)
+        patch.setattr("antiphon.demo.ship.load_vocabulary", lambda _: fewer)
         with pytest.raises(CheckpointError, match="another vocabulary"):
             check(PACKED_FILE)
     monkeypatch.setattr("antiphon.demo.ship.MOST_BYTES", 1_000_000)
