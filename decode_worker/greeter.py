@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from antiphon.kv_transfer.arrivals import ARRIVALS
 from antiphon.kv_transfer.handshake import check_peer
 from antiphon.kv_transfer.leases import Writer
 from antiphon.kv_transfer.ranks import PeerLife, RankKv, all_of
@@ -88,10 +87,6 @@ class PrefillGreeter:
         """Whose transfer agent this is."""
         return self._agents.get(sender)
 
-    def agents_of(self, writers: set[Writer]) -> frozenset[str]:
-        """Transfer agents of some lives."""
-        return frozenset(name for name, writer in self._agents.items() if writer in writers)
-
     def on_living(self, living: set[Writer]) -> None:
         """Welcome who waited for being vouched for; forget the agents of those who are over."""
         self._living = living
@@ -136,14 +131,15 @@ class PrefillGreeter:
             self._counters["handshakes_failed"] += 1
             self._node.send(peer, KvProbeResult(self._node.me.epoch, False, "the probe came too late"))
             return
-        checked = all_of([rank.check_probe(message.prefill_epoch) for rank in self._ranks])
+        life = PeerLife(peer.worker_id, peer.epoch)
+        checked = all_of([rank.check_probe(life) for rank in self._ranks])
         self._thread.when_done(checked, lambda done: self._checked(probe, message, done))
 
-    def _checked(self, probe: _Probe, message: KvProbe, done: Future[list[None]]) -> None:
+    def _checked(self, probe: _Probe, message: KvProbe, done: Future[list[int]]) -> None:
         if self._probe is not probe:
             return  # its link ended, or it has begun anew
-        path, rate = self._path_of(probe.peer, message)
         error = done.exception()
+        path, rate = _path_of(message, sum(done.result()) if error is None else 0)
         detail = "" if error is None else str(error)
         if error is None and path == "tcp" and self._refuse_tcp:
             detail = f"KV would move over TCP, at {rate / 1e9:.2f} GB/s, and transfer.refuse_tcp is set"
@@ -157,15 +153,6 @@ class PrefillGreeter:
         self._node.send(probe.peer, KvProbeResult(self._node.me.epoch, not detail, detail, path))
         self._end_probe()
         self._next_probe()
-
-    def _path_of(self, peer: Peer, message: KvProbe) -> tuple[str, float]:
-        """How the probe really came, and at how many bytes/s: what UCX chose, not what it was asked for."""
-        life = peer.worker_id, peer.epoch
-        ARRIVALS.claim(life)
-        expected = message.written_bytes // len(self._ranks)  # of them, this process sees its own rank's
-        over_tcp = 0 < expected <= 2 * ARRIVALS.received_bytes(life)
-        rate = message.written_bytes / message.seconds if message.seconds > 0 else 0.0
-        return "tcp" if over_tcp else "direct", rate
 
     def on_lost(self, peer: Peer) -> None:
         """The link's session ended. Its agent names stay known: late notifications have an owner."""
@@ -182,17 +169,31 @@ class PrefillGreeter:
     def tick(self) -> None:
         """Do not let one silent prober keep the others out."""
         if self._probe is not None and time.monotonic() - self._probe.since > self._probe_timeout_s:
-            self._refused[self._probe.peer] = "its probe did not come"
-            self._end_probe()
-            self._next_probe()
+            self._refuse_probe(self._probe, "its probe did not come")
 
     def _next_probe(self) -> None:
         if self._probe is not None or not self._queue:
             return
         self._probe = probe = _Probe(self._queue.popleft(), time.monotonic())
         self._expect(+1)
-        ARRIVALS.begin_claim()
         life, hello = PeerLife(probe.peer.worker_id, probe.peer.epoch), self._hellos[probe.peer]
+        if not hello.broken:
+            self._clear(probe, life, hello)
+            return
+        # Ended before it connects anew: what it sent before must not land in a slot that it writes again.
+        severed = all_of([rank.sever(life) for rank in self._ranks])
+        self._thread.when_done(severed, lambda done: self._severed(probe, life, hello, done))
+
+    def _severed(self, probe: _Probe, life: PeerLife, hello: KvHello, done: Future[list[None]]) -> None:
+        if self._probe is not probe:
+            return
+        if done.exception() is not None:
+            self._counters["handshakes_failed"] += 1
+            self._refuse_probe(probe, str(done.exception()))
+        else:
+            self._clear(probe, life, hello)
+
+    def _clear(self, probe: _Probe, life: PeerLife, hello: KvHello) -> None:
         # What an earlier probe left must not pass for this one; who stages pages has to be answered.
         ready = [rank.clear_probe() for rank in self._ranks]
         if self._slots.of(Writer(life.worker_id, life.epoch)) is not None:
@@ -205,18 +206,23 @@ class PrefillGreeter:
         error = done.exception()
         if error is not None:
             self._counters["handshakes_failed"] += 1
-            self._refused[probe.peer] = str(error)
-            self._node.send(probe.peer, KvProbeResult(self._node.me.epoch, False, str(error)))
-            self._end_probe()
-            self._next_probe()
+            self._refuse_probe(probe, str(error))
             return
         me, memories = self._node.me, tuple(rank.memory for rank in self._ranks)
         slots = self._slots.of(Writer(probe.peer.worker_id, probe.peer.epoch))
         welcome = KvWelcome(
             *(me.worker_id, me.epoch, self._fingerprint, len(memories), memories, self._probe_pages),
             None if slots is None else (slots.first, slots.count),
+            severed=self._hellos[probe.peer].broken,
         )
         self._node.send(probe.peer, welcome)
+
+    def _refuse_probe(self, probe: _Probe, reason: str) -> None:
+        """It tries again later."""
+        self._refused[probe.peer] = reason
+        self._node.send(probe.peer, KvProbeResult(self._node.me.epoch, False, reason))
+        self._end_probe()
+        self._next_probe()
 
     def _expect(self, change: int) -> None:
         for rank in self._ranks:
@@ -225,3 +231,10 @@ class PrefillGreeter:
     def _end_probe(self) -> None:
         self._probe = None
         self._expect(-1)
+
+
+def _path_of(message: KvProbe, received_bytes: int) -> tuple[str, float]:
+    """How the probe really came, and at how many bytes/s: what UCX chose, not what it was asked for."""
+    over_tcp = 0 < message.written_bytes <= 2 * received_bytes
+    rate = message.written_bytes / message.seconds if message.seconds > 0 else 0.0
+    return "tcp" if over_tcp else "direct", rate

@@ -111,9 +111,10 @@ class KvReceiver:
         counters: Counter[str],
         spans: Mapping[str, Memory],
         clock: Callable[[], float] = time.monotonic,
-        sever: Callable[[Writer], bool] = lambda writer: True,
+        *,
+        sever: Callable[[Writer], None],
     ) -> None:
-        """``sever`` ends a writer's connections; True once nothing that it sent can arrive any more."""
+        """``sever`` begins to end a writer's connections; ``on_severed`` follows."""
         self._epoch = epoch
         self._timeout_s = timeout_s
         self._send = send
@@ -227,9 +228,20 @@ class KvReceiver:
         mine = message.decode_epoch == self._epoch and message.prefill_epoch == peer.epoch
         if message.stage == "connection" and mine and lease is not None and lease.writer == writer:
             # Its end of the connection is broken; what it had sent by then may be under way all the same.
-            self._end_when_severed(writer, {key})
+            # While one is under way the writer is not welcomed, so it cannot have lost a newer connection.
+            if writer in self._severing:
+                self._severing[writer].add(key)
+            else:
+                self._severing[writer] = {key}
+                self._sever(writer)
         else:
             self._writer_ended(peer, message)
+
+    def on_severed(self, writer: Writer) -> None:
+        """Nothing that this writer sent over a broken connection can arrive any more."""
+        for key in sorted(self._severing.pop(writer, ())):
+            if self._leases.end(*key, writer):
+                self._lease_over(key)
 
     def on_drained(self, peer: Peer, message: WritesDrained) -> None:
         """The writer was told to stop and has."""
@@ -282,8 +294,6 @@ class KvReceiver:
     def tick(self) -> None:
         """Ask again for what is overdue; stop waiting for what was asked for in vain."""
         now = self._clock()
-        for writer in list(self._severing):
-            self._end_when_severed(writer, set())
         for key, receive in list(self._receives.items()):
             lease = self._leases.get(*key)
             if receive.state is ReceiveState.STOPPING and now - receive.stopping_since > self._timeout_s:
@@ -333,16 +343,6 @@ class KvReceiver:
             if receive.cancelled_at is None:
                 receive.cancelled_at = self._clock()
             self._send(self._writer_peers[writer], CancelWrites(*key, self._epoch))
-
-    def _end_when_severed(self, writer: Writer, keys: set[Key]) -> None:
-        """End a writer's leases once nothing of it can arrive; until then ``tick`` tries again."""
-        keys = keys | self._severing.pop(writer, set())
-        if not self._sever(writer):
-            self._severing[writer] = keys
-            return
-        for key in sorted(keys):
-            if self._leases.end(*key, writer):
-                self._lease_over(key)
 
     def _lease_over(self, key: Key) -> None:
         abandoned = self._receives[key].state is ReceiveState.ABANDONED

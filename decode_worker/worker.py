@@ -23,9 +23,8 @@ from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, Prefil
 from antiphon.engine.kv_staging import make_staging
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.thread import EngineThread
-from antiphon.kv_transfer.arrivals import ARRIVALS
 from antiphon.kv_transfer.leases import Writer
-from antiphon.kv_transfer.ranks import all_of
+from antiphon.kv_transfer.ranks import PeerLife, all_of
 from antiphon.kv_transfer.slot_allotment import SlotAllotment
 from antiphon.kv_transfer.transport import TransportFactory
 from antiphon.kv_transfer.worker_kv import Followers, WorkerKv
@@ -38,9 +37,6 @@ from antiphon.protocol.status import WorkerStatus
 from antiphon.telemetry.tracing import Tracer
 
 _log = logging.getLogger(__name__)
-
-SEVER_POLL_S = 0.05
-"""How often a dead writer's connections are looked at until they are closed."""
 
 EngineFactory = Callable[
     [Callable[[PagesReserved | PrefillStarted], None], Callable[[KvWritten], None]], EngineLoop
@@ -227,7 +223,7 @@ class DecodeWorker:
             self._expect,
             self._counters,
             self._kv.endpoint.pages.spans,
-            sever=lambda writer: ARRIVALS.sever((writer.worker_id, writer.epoch)),
+            sever=self._sever,
         )
         self._dispatch.receive_through(receiver)
         self._node.start()
@@ -246,7 +242,6 @@ class DecodeWorker:
         self._topology_version = topology.version
         living = {Writer(w.worker_id, w.epoch) for w in topology.of_role(Role.PREFILL)}
         dead, self._living = self._living - living, living
-        agents = self._greeter.agents_of(dead)
         self._greeter.on_living(living)
         for peer in self._node.peers():
             if Writer(peer.worker_id, peer.epoch) in dead:
@@ -255,23 +250,30 @@ class DecodeWorker:
         gone, self._routers = self._routers - routers, routers
         for peer in gone:  # its requests end now, and not when its lease does
             self._node.disconnect(peer, "not in the topology any more")
-        # Their pages change hands only when nothing that they staged is spread into them any more.
+        # Their pages change hands only when nothing that they left can reach them on any rank.
         self._dropping |= dead
-        dropped = all_of([rank.drop_writer(agents) for rank in self._kv.ranks])
-        self._thread.when_done(dropped, partial(self._dropped, dead))
-
-    def _dropped(self, dead: set[Writer], done: Future[list[None]]) -> None:
-        done.result()  # an error here is a lost rank, which ends this worker
-        severed = {writer for writer in dead if ARRIVALS.sever((writer.worker_id, writer.epoch))}
-        if (
-            severed != dead
-        ):  # what their kernels still hold may land: look again when UCX has had time to close
-            self._thread.later(SEVER_POLL_S, self._dropped, dead - severed, done)
-        dead = severed
-        self._dropping -= dead
         for writer in dead:
-            self._slots.end(writer)
+            life = PeerLife(writer.worker_id, writer.epoch)
+            dropped = all_of([rank.drop_writer(life) for rank in self._kv.ranks])
+            self._thread.when_done(dropped, partial(self._dropped, writer))
         self._running_dispatch().receiver.on_living_writers(self._living | self._dropping)
+
+    def _dropped(self, writer: Writer, done: Future[list[None]]) -> None:
+        done.result()  # an error here is a lost rank, which ends this worker
+        self._dropping.remove(writer)
+        self._slots.end(writer)
+        self._running_dispatch().receiver.on_living_writers(self._living | self._dropping)
+
+    def _sever(self, writer: Writer) -> None:
+        """End the connections of a writer that lives, on every rank."""
+        life = PeerLife(writer.worker_id, writer.epoch)
+        severed = all_of([rank.sever(life) for rank in self._kv.ranks])
+
+        def ended(done: Future[list[None]]) -> None:
+            done.result()  # as above
+            self._running_dispatch().receiver.on_severed(writer)
+
+        self._thread.when_done(severed, ended)
 
     def on_up(self, peer: Peer) -> None:
         """See LinkHandler."""

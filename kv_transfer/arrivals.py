@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 _LISTENING = "0A"
 _TCP_INFO_BYTES, _BYTES_RECEIVED = 136, 128
@@ -26,6 +27,22 @@ _TABLES = ("/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6")
 
 Life = tuple[str, int]
 """(worker id, epoch) of a writer."""
+
+
+class Arrivals(Protocol):
+    """The connections over which writes arrive, as one rank's KV end sees them."""
+
+    def begin_claim(self) -> None:
+        """A writer is about to connect; only one may be at a time."""
+
+    def claim(self, writer: Life) -> None:
+        """What was opened since ``begin_claim`` is this writer's."""
+
+    def received_bytes(self, writer: Life) -> int:
+        """What came over a claimed writer's connections since ``begin_claim``."""
+
+    def sever(self, writer: Life) -> bool:
+        """End a writer's connections; True once nothing that it sent can arrive any more."""
 
 
 class ArrivedConnections:

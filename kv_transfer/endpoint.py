@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from antiphon.kv_transfer.arrivals import ARRIVALS, Arrivals
+from antiphon.kv_transfer.futures import done, failed, without_result
 from antiphon.kv_transfer.handshake import PeerKv, RankPages, agent_name, rank_pages, span_of
-from antiphon.kv_transfer.plan import Shard, group_layouts, plan_runs
-from antiphon.kv_transfer.probe import probe_page
+from antiphon.kv_transfer.plan import Shard, group_layouts
+from antiphon.kv_transfer.probe_pages import KvPages, ProbePages
 from antiphon.kv_transfer.ranks import PeerLife, Shipped, all_of
 from antiphon.kv_transfer.shipper import Shipper
 from antiphon.kv_transfer.staged_receiver import StagedReceiver
@@ -31,22 +34,8 @@ T = TypeVar("T")
 DIRECT_POLL_S = 0.0003
 STAGED_POLL_S = 0.0001
 """A staged write passes through four hands, and each waits for the next poll."""
-
-
-class KvPages(Protocol):
-    """One rank's pages, as its transfers see them."""
-
-    def memory_regions(self) -> tuple[MemoryRegion, ...]:
-        """What a transport registers: one contiguous region per group."""
-
-    def probe_page(self, group: str) -> int:
-        """The page of a group that no sequence ever holds."""
-
-    def read_page(self, group: str, page: int) -> bytes:
-        """A copy of one page's bytes."""
-
-    def write_page(self, group: str, page: int, data: bytes) -> None:
-        """Overwrite one page; on return the device has done so."""
+SEVER_POLL_S = 0.02
+"""How often the connections that are being ended are looked at until they are closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +68,7 @@ class KvEndpoint:
         on_landed: the same, with the WriteDone of a staged write that lies in its pages now.
         on_failure: called once if the transfer thread dies of an unexpected error.
         transport_factory: makes the transport from an agent name; absent means NIXL.
+        arrivals: connections over which writes arrive; those of this process, a stand-in in tests.
     """
 
     def __init__(
@@ -93,6 +83,7 @@ class KvEndpoint:
         on_landed: Callable[[str, bytes], None],
         on_failure: Callable[[BaseException], None],
         transport_factory: TransportFactory | None = None,
+        arrivals: Arrivals = ARRIVALS,
     ) -> None:
         self._settings = settings
         self._shard = shard
@@ -114,7 +105,8 @@ class KvEndpoint:
             self._sender = StagedSender(*common, settings.epoch)
             self._receiver = StagedReceiver(*common, on_landed)
         self._slots: dict[PeerLife, SlotRange] = {}
-        self._probe_filled = False
+        self._probe = ProbePages(self._layouts, shard, pages, settings.epoch)
+        self._arrivals = arrivals
         self._peers: dict[PeerLife, PeerKv] = {}
         self._memory: RankMemory | None = None
         self._local: RankPages | None = None
@@ -160,6 +152,8 @@ class KvEndpoint:
         tensor_parallel: int,
         ranks: Sequence[RankMemory],
         staging: SlotRange | None = None,
+        *,
+        severed: bool = False,
     ) -> Future[None]:
         """See RankKv."""
         pages = tuple(rank_pages(self._layouts, tensor_parallel, memory) for memory in ranks)
@@ -169,6 +163,8 @@ class KvEndpoint:
             named = [transport.connect(memory.agent_metadata) for memory in ranks]
             if set(named) != kv.agent_names:
                 raise TransferError("handshake", f"metadata of {named} instead of {sorted(kv.agent_names)}")
+            if severed and self._sender is not None:
+                self._sender.severed(peer)
 
         self._peers[peer] = kv
         if staging is not None:
@@ -184,50 +180,42 @@ class KvEndpoint:
             self._transfer.soon(lambda: sender.forget(peer))
         for name in sorted(kv.agent_names) if kv is not None else ():
             self._transfer.disconnect(name)
-        return _done()
+        return done()
 
     def clear_probe(self) -> Future[None]:
         """See RankKv."""
-        for group, layout in self._layouts.items():
-            page = self._pages.probe_page(group)
-            self._pages.write_page(group, page, bytes(layout.page_bytes(self._shard)))
-        return _done()
+        self._arrivals.begin_claim()
+        self._probe.clear()
+        return done()
 
     def write_probe(self, peer: PeerLife, pages: dict[str, int]) -> Future[None]:
         """See RankKv."""
         kv = self._peers.get(peer)
-        if kv is None or set(pages) != set(self._layouts):
-            return _failed(TransferError("handshake", f"probe pages for {sorted(pages)} at {peer}"))
-        if not self._probe_filled:  # once per life: several peers may be probed at a time
-            self._probe_filled = True
-            for group in self._layouts:
-                self._pages.write_page(group, self._pages.probe_page(group), self._probe(group))
-        written = []
-        for rank in kv.ranks:
-            copies = []
-            for group, layout in self._layouts.items():
-                pairs = [(self._pages.probe_page(group), pages[group])]
-                runs = plan_runs(layout, self._shard, rank.shard, pairs, range(layout.layers))
-                if len(runs):
-                    copies.append(Copies(self.pages.spans[group], rank.spans[group], runs))
-            if copies:
-                written.append(self._write(rank.agent_name, copies))
-        return _none_of(all_of(written))
+        if kv is None:
+            return failed(TransferError("handshake", f"not connected to {peer}"))
+        try:
+            writes = self._probe.copies(self.pages, kv.ranks, pages)
+        except TransferError as error:
+            return failed(error)
+        return without_result(all_of([self._write(agent, copies) for agent, copies in writes]))
 
-    def check_probe(self, seed: int) -> Future[None]:
+    def check_probe(self, writer: PeerLife) -> Future[int]:
         """See RankKv."""
-        for group, layout in self._layouts.items():
-            found = self._pages.read_page(group, self._pages.probe_page(group))
-            if found != probe_page(seed, group, layout, self._shard):
-                reason = f"the {group} probe page of rank {self._shard.rank} is not as it was sent"
-                return _failed(TransferError("handshake", reason))
-        return _done()
+        life = writer.worker_id, writer.epoch
+        self._arrivals.claim(life)
+        try:
+            self._probe.check(writer.epoch)
+        except TransferError as error:
+            return failed(error)
+        received: Future[int] = Future()
+        received.set_result(self._arrivals.received_bytes(life))
+        return received
 
     def ship(self, peer: PeerLife, order: ShipOrder) -> Future[Shipped]:
         """See RankKv."""
         kv = self._peers.get(peer)
         if kv is None:
-            return _failed(TransferError("handshake", f"not connected to {peer.worker_id}"))
+            return failed(TransferError("handshake", f"not connected to {peer.worker_id}"))
         slots = self._slots.get(peer)
         if slots is not None and self._sender is not None:
             return self._sender.ship(kv, slots, order, lambda: self._fences.passed(order.ready_after))
@@ -239,15 +227,46 @@ class KvEndpoint:
         if sender is not None:
             self._transfer.soon(lambda: sender.repeat(request_id, attempt, keys))
 
-    def drop_writer(self, agents: frozenset[str]) -> Future[None]:
+    def sever(self, writer: PeerLife) -> Future[None]:
         """See RankKv."""
-        return _done() if self._receiver is None else self._receiver.drop(agents)
+        return self._end_arrivals(writer, for_good=False)
+
+    def drop_writer(self, writer: PeerLife) -> Future[None]:
+        """See RankKv."""
+        return self._end_arrivals(writer, for_good=True)
+
+    def _end_arrivals(self, writer: PeerLife, *, for_good: bool) -> Future[None]:
+        ended: Future[None] = Future()
+        receiver = self._receiver
+        severed = False
+        look_again_at = 0.0
+
+        def quiet() -> bool:
+            """Once its connections are closed, and one more turn has taken what had come over them."""
+            nonlocal severed, look_again_at
+            if severed:
+                return receiver is None or receiver.quiet(writer)
+            now = time.monotonic()
+            if now >= look_again_at:  # finding sockets takes longer than a turn
+                severed = self._arrivals.sever((writer.worker_id, writer.epoch))
+                look_again_at = now + SEVER_POLL_S
+            return False
+
+        def end() -> None:
+            if receiver is not None and not for_good:
+                receiver.let_in(writer)
+            ended.set_result(None)
+
+        if receiver is not None:
+            self._transfer.soon(lambda: receiver.shut_out(writer))
+        self._transfer.when(quiet, end, ended.set_exception)
+        return ended
 
     def notify(self, peer: PeerLife, notification: bytes) -> Future[None]:
         """Repeat the notification of a write that is done, of whichever rank."""
         kv = self._peers.get(peer)
         if kv is None:
-            return _failed(TransferError("notify", f"not connected to {peer.worker_id}"))
+            return failed(TransferError("notify", f"not connected to {peer.worker_id}"))
         sent: Future[None] = Future()
         self._transfer.notify(kv.ranks[0].agent_name, notification, lambda outcome: _end(sent, outcome))
         return sent
@@ -260,9 +279,6 @@ class KvEndpoint:
         written: Future[None] = Future()
         self._transfer.write(agent, copies, b"", lambda outcome: _end(written, outcome))
         return written
-
-    def _probe(self, group: str) -> bytes:
-        return probe_page(self._settings.epoch, group, self._layouts[group], self._shard)
 
     # ------------------------------------------------------------------------------------ the transfer thread
 
@@ -315,35 +331,8 @@ def _started(part: T | None) -> T:
     return part
 
 
-def _done() -> Future[None]:
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
-
-
-def _failed(error: TransferError) -> Future[T]:
-    future: Future[T] = Future()
-    future.set_exception(error)
-    return future
-
-
 def _end(future: Future[None], outcome: WriteOutcome) -> None:
     if outcome.error is not None:
         future.set_exception(outcome.error)
     else:
         future.set_result(None)
-
-
-def _none_of(future: Future[list[None]]) -> Future[None]:
-    """The same end, without the list."""
-    ended: Future[None] = Future()
-
-    def done(inner: Future[list[None]]) -> None:
-        error = inner.exception()
-        if error is not None:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
-
-    future.add_done_callback(done)
-    return ended

@@ -47,6 +47,19 @@ def agent_name(worker_id: str, epoch: int, rank: int) -> str:
     return f"{worker_id}/{epoch:x}/{rank}"
 
 
+def writer_of(agent: str) -> tuple[str, int]:
+    """(worker id, epoch) of a transfer agent's worker.
+
+    Raises:
+        HandshakeError: no worker gives an agent such a name.
+    """
+    worker_id, _, rest = agent.rpartition("/")[0].rpartition("/")
+    try:
+        return worker_id, int(rest, 16)
+    except ValueError as error:
+        raise HandshakeError(f"{agent} is not the name of a worker's transfer agent") from error
+
+
 def span_of(region: MemoryRegion) -> Memory:
     """A region as registered memory."""
     return Memory(region.address, region.pages * region.page_bytes, region.memory, region.device)
@@ -90,6 +103,10 @@ def check_peer(mine: KvFingerprint, theirs: KvHello | KvWelcome) -> PeerKv:
             f"{theirs.worker_id} has {theirs.tensor_parallel} ranks and describes "
             f"{[memory.rank for memory in theirs.ranks]}"
         )
+    for memory in theirs.ranks:
+        expected = agent_name(theirs.worker_id, theirs.epoch, memory.rank)
+        if memory.agent_name != expected:
+            raise HandshakeError(f"a transfer agent is named {memory.agent_name}, not {expected}")
     layouts = group_layouts(mine)
     ranks = tuple(rank_pages(layouts, theirs.tensor_parallel, memory) for memory in theirs.ranks)
     return PeerKv(theirs.worker_id, theirs.epoch, ranks)

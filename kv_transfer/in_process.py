@@ -29,6 +29,7 @@ class Fault(Enum):
     FAIL_POST = "the post is refused"
     FAIL_WRITE = "half of the runs arrive, then the write fails"
     HOLD = "nothing arrives until release_held"
+    LATE = "the write is reported as failed, and arrives at release_late, unless its sender was severed"
 
 
 @dataclass(slots=True)
@@ -79,6 +80,7 @@ class InProcessNetwork:
         self._injections: list[_Injection] = []
         self._agents: dict[str, _Agent] = {}
         self._writes: list[_Write] = []
+        self._late: list[_Write] = []
         self._polls = 0
         self._lock = threading.RLock()
         self.happened: dict[Fault, int] = dict.fromkeys(Fault, 0)
@@ -112,6 +114,25 @@ class InProcessNetwork:
                 if Fault.HOLD in write.faults:
                     write.faults -= {Fault.HOLD}
                     write.due = self._polls
+
+    def release_late(self) -> int:
+        """Let arrive what the network still holds of writes that failed; how many those were."""
+        with self._lock:
+            late, self._late = self._late, []
+            for write in late:
+                write.faults -= {Fault.LATE}
+                self._perform(write)
+            return len(late)
+
+    def sever(self, sender_prefix: str, receiver_prefix: str) -> None:
+        """Agents whose names begin so end the connections of some others: what those sent is lost."""
+        with self._lock:
+            self._late = [
+                write
+                for write in self._late
+                if not write.receiver.startswith(receiver_prefix)
+                or not write.sender.startswith(sender_prefix)
+            ]
 
     def kill(self, agent_name: str) -> None:
         """End an agent as a crash would: what it was writing stops, writes to it fail, nobody is told."""
@@ -189,6 +210,10 @@ class InProcessNetwork:
             for part in write.copies
             for source, destination, length in part.runs
         ]
+        if Fault.LATE in write.faults:
+            write.state = WriteState.FAILED
+            self._late.append(write)
+            return
         if Fault.FAIL_WRITE in write.faults:
             runs = runs[: len(runs) // 2]
         for source, destination, length in runs:

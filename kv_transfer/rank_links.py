@@ -30,6 +30,7 @@ from antiphon.protocol.rank_messages import (
     RankMessage,
     RankReady,
     RepeatStaged,
+    SeverWriter,
     ShipOrder,
     ShipPages,
     WriteProbe,
@@ -71,11 +72,15 @@ class RemoteRank:
         tensor_parallel: int,
         ranks: Sequence[RankMemory],
         staging: SlotRange | None = None,
+        *,
+        severed: bool = False,
     ) -> Future[None]:
         """See RankKv."""
         life, them = (peer.worker_id, peer.epoch), tuple(ranks)
         slots = None if staging is None else (staging.first, staging.count)
-        return self._call(lambda number: ConnectPeer(number, *life, tensor_parallel, them, slots), _nothing)
+        return self._call(
+            lambda number: ConnectPeer(number, *life, tensor_parallel, them, slots, severed), _nothing
+        )
 
     def disconnect(self, peer: PeerLife) -> Future[None]:
         """See RankKv."""
@@ -89,9 +94,10 @@ class RemoteRank:
         """See RankKv."""
         return self._call(lambda number: WriteProbe(number, peer.worker_id, peer.epoch, pages), _nothing)
 
-    def check_probe(self, seed: int) -> Future[None]:
+    def check_probe(self, writer: PeerLife) -> Future[int]:
         """See RankKv."""
-        return self._call(lambda number: CheckProbe(number, seed), _nothing)
+        life = writer.worker_id, writer.epoch
+        return self._call(lambda number: CheckProbe(number, *life), lambda answer: answer.size_bytes)
 
     def ship(self, peer: PeerLife, order: ShipOrder) -> Future[Shipped]:
         """See RankKv."""
@@ -105,9 +111,13 @@ class RemoteRank:
         """See RankKv."""
         self._send(RepeatStaged(request_id, attempt, tuple(sorted(keys))))
 
-    def drop_writer(self, agents: frozenset[str]) -> Future[None]:
+    def sever(self, writer: PeerLife) -> Future[None]:
         """See RankKv."""
-        return self._call(lambda number: DropWriter(number, tuple(sorted(agents))), _nothing)
+        return self._call(lambda number: SeverWriter(number, writer.worker_id, writer.epoch), _nothing)
+
+    def drop_writer(self, writer: PeerLife) -> Future[None]:
+        """See RankKv."""
+        return self._call(lambda number: DropWriter(number, writer.worker_id, writer.epoch), _nothing)
 
     def expect(self, change: int) -> None:
         """See RankKv."""

@@ -29,6 +29,7 @@ from antiphon.protocol.rank_messages import (
     RankMeeting,
     RankReady,
     RepeatStaged,
+    SeverWriter,
     ShipPages,
     WriteProbe,
 )
@@ -118,14 +119,15 @@ class RankServer:
         else:
             _log.warning("%s sent a %s to another rank", peer, type(message).__name__)
 
-    def _carry_out(self, message: RankCall) -> Future[Shipped] | Future[None]:
+    def _carry_out(self, message: RankCall) -> Future[Shipped] | Future[int] | Future[None]:
         endpoint = self._endpoint
         try:
             match message:
                 case ConnectPeer():
                     life = PeerLife(message.worker_id, message.epoch)
                     staging = None if message.staging is None else SlotRange(*message.staging)
-                    return endpoint.connect(life, message.tensor_parallel, message.ranks, staging)
+                    them = message.tensor_parallel, message.ranks
+                    return endpoint.connect(life, *them, staging, severed=message.severed)
                 case DisconnectPeer():
                     return endpoint.disconnect(PeerLife(message.worker_id, message.epoch))
                 case ClearProbe():
@@ -133,11 +135,13 @@ class RankServer:
                 case WriteProbe():
                     return endpoint.write_probe(PeerLife(message.worker_id, message.epoch), message.pages)
                 case CheckProbe():
-                    return endpoint.check_probe(message.seed)
+                    return endpoint.check_probe(PeerLife(message.worker_id, message.epoch))
                 case ShipPages():
                     return endpoint.ship(PeerLife(message.worker_id, message.epoch), message.order)
+                case SeverWriter():
+                    return endpoint.sever(PeerLife(message.worker_id, message.epoch))
                 case DropWriter():
-                    return endpoint.drop_writer(frozenset(message.agents))
+                    return endpoint.drop_writer(PeerLife(message.worker_id, message.epoch))
                 case _:
                     assert_never(message)
         except HandshakeError as error:
@@ -145,8 +149,8 @@ class RankServer:
             refused.set_exception(TransferError("handshake", str(error)))
             return refused
 
-    def _answer(self, peer: Peer, call: int, future: Future[Shipped] | Future[None]) -> None:
-        def done(ended: Future[Shipped] | Future[None]) -> None:
+    def _answer(self, peer: Peer, call: int, future: Future[Shipped] | Future[int] | Future[None]) -> None:
+        def done(ended: Future[Shipped] | Future[int] | Future[None]) -> None:
             error = ended.exception()
             if isinstance(error, TransferError):
                 self._node.send(peer, RankAnswer(call, error.stage, error.reason))
@@ -154,7 +158,10 @@ class RankServer:
                 self._fail(error)
             else:
                 result = ended.result()
-                shipped = (result.notification, result.size_bytes) if result is not None else (b"", 0)
-                self._node.send(peer, RankAnswer(call, "", "", *shipped))
+                if isinstance(result, Shipped):
+                    answer = RankAnswer(call, "", "", result.notification, result.size_bytes)
+                else:
+                    answer = RankAnswer(call, size_bytes=result or 0)
+                self._node.send(peer, answer)
 
         future.add_done_callback(done)

@@ -49,20 +49,26 @@ class RankKv(Protocol):
         tensor_parallel: int,
         ranks: Sequence[RankMemory],
         staging: SlotRange | None = None,
+        *,
+        severed: bool = False,
     ) -> Future[None]:
-        """Connect to every rank of a peer, of which ``staging`` is for us; twice is harmless."""
+        """Connect to every rank of a peer, of which ``staging`` is for us; twice is harmless.
+
+        Args:
+            severed: the peer has ended every earlier connection of ours, see ``sever``.
+        """
 
     def disconnect(self, peer: PeerLife) -> Future[None]:
         """Forget a life of a peer, once no write to it is under way."""
 
     def clear_probe(self) -> Future[None]:
-        """Zero the probe pages."""
+        """Zero the probe pages; what is connected from here on until ``check_probe`` is its writer's."""
 
     def write_probe(self, peer: PeerLife, pages: dict[str, int]) -> Future[None]:
         """Write this rank's part of the probe into a peer's probe pages."""
 
-    def check_probe(self, seed: int) -> Future[None]:
-        """Fails unless the probe pages hold what the writer of epoch ``seed`` writes."""
+    def check_probe(self, writer: PeerLife) -> Future[int]:
+        """Bytes that came over TCP meanwhile; fails unless the probe pages hold what this writer writes."""
 
     def ship(self, peer: PeerLife, order: ShipOrder) -> Future[Shipped]:
         """Carry out this rank's part of an order and notify rank 0 of the peer."""
@@ -70,8 +76,15 @@ class RankKv(Protocol):
     def repeat(self, request_id: str, attempt: int, keys: frozenset[WriteKey]) -> None:
         """Tell the peer once more of staged writes that it has not said to have spread."""
 
-    def drop_writer(self, agents: frozenset[str]) -> Future[None]:
-        """These agents of a writer are over; ends once nothing that they staged is spread any more."""
+    def sever(self, writer: PeerLife) -> Future[None]:
+        """End the connections over which a living writer's KV comes to this rank.
+
+        Ends once nothing that was sent over them can change a page, or a slot, of this rank any more; the
+        writer must not connect anew before that.
+        """
+
+    def drop_writer(self, writer: PeerLife) -> Future[None]:
+        """The same for a life that is over, of which nothing is taken ever again."""
 
     def expect(self, change: int) -> None:
         """Add to (or take from) the number of sets whose writes are being waited for."""

@@ -61,11 +61,14 @@ class Shipper:
                 return
             size = sum(part.total_bytes for _, copies in parts for part in copies)
 
-            def finished(outcome: WriteOutcome) -> None:
-                if outcome.error is not None:
-                    shipped.set_exception(outcome.error)
+            def end(error: TransferError | None) -> None:
+                if error is not None:
+                    shipped.set_exception(error)
                 else:
                     shipped.set_result(Shipped(notification, size))
+
+            def finished(outcome: WriteOutcome) -> None:
+                end(outcome.error)
 
             if len(parts) == 1 and parts[0][0].agent_name == lead:
                 self._transfer.write(lead, parts[0][1], notification, finished)
@@ -73,7 +76,7 @@ class Shipper:
 
             def notify(error: TransferError | None) -> None:
                 if error is not None:
-                    finished(WriteOutcome(error, 0.0))
+                    end(error)
                 else:
                     self._transfer.notify(lead, notification, finished)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 
+from antiphon.kv_transfer.handshake import writer_of
 from antiphon.kv_transfer.plan import GroupLayout, Shard
+from antiphon.kv_transfer.ranks import PeerLife
 from antiphon.kv_transfer.staging import StagingMemory, blocks_of, share_of
 from antiphon.kv_transfer.transfer_thread import TransferThread
 from antiphon.protocol.codec import encode
@@ -21,7 +22,9 @@ class StagedReceiver:
     """One rank's slots as a receiver. Everything runs on the transfer thread.
 
     A writer says that nothing of it is under way only when every segment was spread, so whoever trusts that
-    need not know of slots. Only a writer that died may leave some: see ``drop``.
+    need not know of slots. Only a writer that died, or whose connection broke, may leave some: it is shut
+    out, for good or until its connections are severed, and once it is quiet nothing that it left changes a
+    page.
 
     Args:
         on_landed: called with (the writer's agent, an encoded WriteDone) once a segment lies in its pages.
@@ -45,14 +48,17 @@ class StagedReceiver:
         self._landed: dict[tuple[str, int], _Ident] = {}
         """(writer's agent, slot) -> what was spread from there last."""
         self._spreading: dict[tuple[str, int], _Ident] = {}
-        self._dropped: set[str] = set()
+        self._shut_out: Counter[PeerLife] = Counter()
         self.counters: Counter[str] = Counter()
 
     def staged(self, sender: str, message: StagedWrite) -> None:
         """A segment has arrived in a slot, perhaps not for the first time."""
         place = sender, message.slot
         ident = message.request_id, message.attempt, message.key, message.part
-        if sender in self._dropped or self._spreading.get(place) == ident:
+        if self._shut_out[PeerLife(*writer_of(sender))]:
+            self.counters["staged_of_shut_out"] += 1
+            return
+        if self._spreading.get(place) == ident:
             return
         if self._landed.get(place) == ident:
             self._say(sender, message)
@@ -73,24 +79,22 @@ class StagedReceiver:
 
         self._transfer.when(spread, landed, lambda error: None)
 
-    def drop(self, agents: frozenset[str]) -> Future[None]:
-        """These agents are over: nothing of them is spread any more once the future has ended."""
-        dropped: Future[None] = Future()
-        self._dropped |= agents
+    def shut_out(self, writer: PeerLife) -> None:
+        """Begin to spread nothing more of a writer; as often as it is let in again."""
+        self._shut_out[writer] += 1
 
-        def quiet() -> bool:
-            return not any(agent in agents for agent, _ in self._spreading)
+    def let_in(self, writer: PeerLife) -> None:
+        """Spread again what a writer stages from here on, unless it is shut out for another reason too."""
+        self._shut_out[writer] -= 1
+        self._landed = {k: v for k, v in self._landed.items() if PeerLife(*writer_of(k[0])) != writer}
 
-        def forget() -> None:
-            self._landed = {k: v for k, v in self._landed.items() if k[0] not in agents}
-            dropped.set_result(None)
-
-        self._transfer.when(quiet, forget, dropped.set_exception)
-        return dropped
+    def quiet(self, writer: PeerLife) -> bool:
+        """Whether nothing of a writer is being spread."""
+        return not any(PeerLife(*writer_of(agent)) == writer for agent, _ in self._spreading)
 
     def _say(self, sender: str, message: StagedWrite) -> None:
         free = SlotFree(message.request_id, message.attempt, message.key, message.part, message.slot)
-        if sender not in self._dropped:
+        if not self._shut_out[PeerLife(*writer_of(sender))]:
             self._transfer.notify(sender, encode(free), lambda outcome: None)
         identity = message.request_id, message.attempt, message.prefill_epoch, message.decode_epoch
         done = WriteDone(*identity, message.key, part=message.part, parts=message.parts)

@@ -1,4 +1,11 @@
-"""The writing side of staging: gathers segments into slots and writes them, as slots become free."""
+"""The writing side of staging: gathers segments into slots and writes them, as slots become free.
+
+a slot of the peer is free again when
+the peer says so                its segment was spread, also one that arrived later than it should
+the write was refused           nothing of it was sent
+the connection was severed      of a write that failed, nobody knows what arrived, or is still to come
+the peer's life is over         none of its slots is used any more
+"""
 
 from __future__ import annotations
 
@@ -24,7 +31,7 @@ from antiphon.kv_transfer.staging import (
     share_of,
     share_offset,
 )
-from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
+from antiphon.kv_transfer.transfer_thread import Fate, TransferThread, WriteOutcome
 from antiphon.kv_transfer.transport import Copies, Memory
 from antiphon.protocol.codec import encode
 from antiphon.protocol.errors import TransferError
@@ -61,6 +68,10 @@ class _Staged:
     parts: int
     slot: int = -1
     payload: bytes = b""
+    writing: bool = False
+    """Whether the transport is still at it."""
+    error: TransferError | None = None
+    """Of a write that took too long, though it arrived."""
 
 
 class StagedSender:
@@ -94,6 +105,8 @@ class StagedSender:
         """By life and rank of a peer: the slots there that nothing is in."""
         self._queue: deque[_Staged] = deque()
         self._landing: dict[Landing, _Staged] = {}
+        self._quarantined: dict[PeerLife, list[_Staged]] = {}
+        """Failed writes, by the peer in whose slots they may be, or may yet arrive."""
 
     def ship(
         self, peer: PeerKv, slots: SlotRange, order: ShipOrder, source_ready: Callable[[], bool]
@@ -140,13 +153,30 @@ class StagedSender:
         if staged is not None:
             self._transfer.expect(-1)
             staged.free.append(staged.slot)
-            self._ended(staged, None)
+            self._ended(staged, staged.error)
 
     def repeat(self, request_id: str, attempt: int, keys: frozenset[WriteKey]) -> None:
         """Tell the peer once more of segments of these keys that it has not said to have spread."""
-        for (name, number, key, _), staged in list(self._landing.items()):
-            if (name, number) == (request_id, attempt) and key in keys:
-                self._transfer.notify(staged.rank.agent_name, staged.payload, lambda outcome: None)
+        for landing, staged in list(self._landing.items()):
+            if landing[:2] == (request_id, attempt) and landing[2] in keys and not staged.writing:
+                self._transfer.notify(
+                    staged.rank.agent_name, staged.payload, partial(self._repeated, landing, staged)
+                )
+
+    def severed(self, peer: PeerLife) -> None:
+        """The peer has ended every connection of ours and spreads nothing that came over one of them."""
+        for staged in self._quarantined.pop(peer, []):
+            staged.free.append(staged.slot)
+        over = TransferError("transfer", "the peer severed its connection and did not say what it had spread")
+        waiting = [
+            (landing, staged)
+            for landing, staged in self._landing.items()
+            if staged.load.peer == peer and not staged.writing
+        ]
+        for landing, staged in waiting:
+            if self._landing.get(landing) is staged:
+                self._lost(landing, over, Fate.NOT_SENT)
+        self._pump()
 
     def forget(self, peer: PeerLife) -> None:
         """This life of a peer is over: nobody will say what became of its segments, and nobody asks."""
@@ -159,6 +189,7 @@ class StagedSender:
             self._transfer.expect(-1)
         for rank in [rank for rank in self._free if rank[0] == peer]:
             del self._free[rank]
+        self._quarantined.pop(peer, None)
         for staged in (*queued, *landing.values()):
             self._ended(staged, gone)
 
@@ -208,17 +239,39 @@ class StagedSender:
         copies = [Copies(self._span, rank.staging, runs)]
         landing = order.request_id, order.attempt, key, staged.part
         self._landing[landing] = staged
+        staged.writing = True
         self._transfer.expect(+1)  # of the peer's word that it has spread the segment
 
         def written(outcome: WriteOutcome) -> None:
             self._own_free.append(own)
-            if outcome.error is not None and self._landing.pop(landing, None) is not None:
-                self._transfer.expect(-1)
-                self._ended(staged, outcome.error)  # its slot is not used again: nobody knows what is in it
-            else:
-                self._pump()
+            staged.writing = False
+            if outcome.error is not None and self._landing.get(landing) is staged:
+                if outcome.fate is Fate.LANDED:
+                    staged.error = outcome.error  # the peer spreads it all the same, so it is not over yet
+                else:
+                    self._lost(landing, outcome.error, outcome.fate)
+            self._pump()
 
         self._transfer.write(rank.agent_name, copies, staged.payload, written)
+
+    def _repeated(self, landing: Landing, staged: _Staged, outcome: WriteOutcome) -> None:
+        """A peer that cannot be told again will not answer either: its connection is broken."""
+        if outcome.error is not None and self._landing.get(landing) is staged:
+            broken = TransferError("connection", outcome.error.reason)
+            self._lost(landing, broken, Fate.UNKNOWN)
+
+    def _lost(self, landing: Landing, error: TransferError, fate: Fate) -> None:
+        """A segment will not be spread on our word; what its load has not begun need not be."""
+        staged = self._landing.pop(landing)
+        self._transfer.expect(-1)
+        if fate is Fate.NOT_SENT:
+            staged.free.append(staged.slot)
+        else:
+            self._quarantined.setdefault(staged.load.peer, []).append(staged)
+        not_begun = [each for each in self._queue if each.load is staged.load]
+        self._queue = deque(each for each in self._queue if each.load is not staged.load)
+        for each in (staged, *not_begun):
+            self._ended(each, error)
 
     def _ended(self, staged: _Staged, error: TransferError | None) -> None:
         load = staged.load

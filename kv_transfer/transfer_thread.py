@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum
 from typing import TypeVar
 
 from antiphon.kv_transfer.transport import Copies, Transport, WriteId, WriteState
@@ -22,12 +23,21 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Fate(Enum):
+    """What is known of a write's bytes once it has ended."""
+
+    LANDED = "all of them are at the destination, and notified; perhaps later than they should"
+    NOT_SENT = "nothing was posted"
+    UNKNOWN = "some may be there, and what the network holds may follow until the connection is severed"
+
+
 @dataclass(frozen=True, slots=True)
 class WriteOutcome:
-    """How a write ended. ``error`` is None when every byte is at the destination and notified."""
+    """How a write ended. ``error`` is None when every byte is at the destination and notified in time."""
 
     error: TransferError | None
     seconds: float
+    fate: Fate
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +133,12 @@ class TransferThread:
                     _log.warning("post to %s failed, trying once more: %s", peer, error)
                     write = transport.post_write(peer, copies, notification)
             except TransferError as error:
-                on_done(WriteOutcome(error, time.monotonic() - start))
+                fate = Fate.NOT_SENT if error.stage == "post" else Fate.UNKNOWN
+                on_done(WriteOutcome(error, time.monotonic() - start, fate))
                 return
             self._in_flight.append(_InFlight(peer, write, start, on_done))
 
-        self._enqueue(_Command(post, lambda error: on_done(WriteOutcome(error, 0.0))))
+        self._enqueue(_Command(post, lambda error: on_done(WriteOutcome(error, 0.0, Fate.NOT_SENT))))
 
     def when(
         self, ready: Callable[[], bool], act: Callable[[], None], abandon: Callable[[TransferError], None]
@@ -156,9 +167,9 @@ class TransferThread:
                 transport.notify(peer, payload)
             except TransferError as failure:
                 error = failure
-            on_done(WriteOutcome(error, 0.0))
+            on_done(WriteOutcome(error, 0.0, Fate.LANDED if error is None else Fate.UNKNOWN))
 
-        self._enqueue(_Command(send, lambda error: on_done(WriteOutcome(error, 0.0))))
+        self._enqueue(_Command(send, lambda error: on_done(WriteOutcome(error, 0.0, Fate.NOT_SENT))))
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer that is over, once no write to it is under way any more."""
@@ -247,4 +258,5 @@ class TransferThread:
                 _log.warning("giving up a write after %.1f s", seconds)
         if transport.release(record.write):
             record.ended = True
-            record.on_done(WriteOutcome(record.error, seconds))
+            fate = Fate.LANDED if state is WriteState.DONE else Fate.UNKNOWN
+            record.on_done(WriteOutcome(record.error, seconds, fate))

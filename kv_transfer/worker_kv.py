@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from antiphon.kv_transfer.endpoint import EndpointSettings, KvEndpoint, KvPages
+from antiphon.kv_transfer.endpoint import EndpointSettings, KvEndpoint
 from antiphon.kv_transfer.plan import Shard
+from antiphon.kv_transfer.probe_pages import KvPages
 from antiphon.kv_transfer.rank_links import RankLinks
 from antiphon.kv_transfer.ranks import RankKv
 from antiphon.kv_transfer.staging import StagingMemory

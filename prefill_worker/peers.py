@@ -71,6 +71,8 @@ class DecodePeers:
         self._candidates: dict[Peer, _Candidate] = {}
         self._connected_to: set[Peer] = set()
         """Lives that the ranks' transfer agents were told of."""
+        self._broken: dict[Peer, str] = {}
+        """Lives to which a connection broke, and how, until they have said that they severed it."""
 
     def ready(self) -> tuple[Peer, ...]:
         """Peers that may be written to."""
@@ -98,7 +100,8 @@ class DecodePeers:
         self._candidates.pop(peer, None)
 
     def distrust(self, peer: Peer, reason: str) -> None:
-        """The connection to a ready peer broke, though its link stands: a new handshake makes another."""
+        """A connection to a peer broke, though its link stands: a new handshake makes another."""
+        self._broken[peer] = reason
         candidate = self._candidates.get(peer)
         if candidate is not None and candidate.state is PeerState.READY:
             self._end(peer, PeerState.FAILED, reason)
@@ -106,6 +109,7 @@ class DecodePeers:
 
     def forget(self, peer: Peer) -> None:
         """This life of a decode worker is over."""
+        self._broken.pop(peer, None)
         if peer in self._connected_to:
             self._connected_to.remove(peer)
             for rank in self._ranks:
@@ -127,12 +131,13 @@ class DecodePeers:
             self._end(peer, PeerState.REFUSED, str(error))
             return
         candidate.state = PeerState.PROBING
+        if message.severed:  # what breaks from here on is another connection
+            self._broken.pop(peer, None)
         self._connected_to.add(peer)
         life, pages = PeerLife(peer.worker_id, peer.epoch), dict(message.probe_pages)
         staging = None if message.staging is None else SlotRange(*message.staging)
-        connected = [
-            rank.connect(life, message.tensor_parallel, message.ranks, staging) for rank in self._ranks
-        ]
+        them = life, message.tensor_parallel, message.ranks, staging
+        connected = [rank.connect(*them, severed=message.severed) for rank in self._ranks]
         self._thread.when_done(all_of(connected), lambda done: self._connected(candidate, life, pages, done))
 
     def on_probe_result(self, peer: Peer, message: KvProbeResult) -> None:
@@ -141,6 +146,9 @@ class DecodePeers:
         answers = (PeerState.PROBING,) if message.ok else (PeerState.PROBING, PeerState.GREETING)
         if candidate is None or message.decode_epoch != peer.epoch or candidate.state not in answers:
             self._counters["stale_messages"] += 1
+        elif message.ok and peer in self._broken:  # while it was being probed
+            candidate.retry_s = _FIRST_RETRY_S
+            self._end(peer, PeerState.FAILED, self._broken[peer])
         elif message.ok:
             candidate.state, candidate.detail = PeerState.READY, ""
             candidate.retry_s = _FIRST_RETRY_S
@@ -160,7 +168,11 @@ class DecodePeers:
     def _greet(self, peer: Peer) -> None:
         memories = tuple(rank.memory for rank in self._ranks)
         me = self._node.me
-        self._node.send(peer, KvHello(me.worker_id, me.epoch, self._fingerprint, len(memories), memories))
+        hello = KvHello(
+            *(me.worker_id, me.epoch, self._fingerprint, len(memories), memories),
+            broken=peer in self._broken,
+        )
+        self._node.send(peer, hello)
 
     def _connected(
         self, candidate: _Candidate, life: PeerLife, pages: dict[str, int], done: Future[list[None]]

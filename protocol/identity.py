@@ -7,13 +7,15 @@ from enum import StrEnum
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of every message in this package. History:
 
 1: first form.
 2: decode workers may compute prompts themselves (LoadReport.computes_prompts, Reserved.computes_prompt);
    a probe's bytes follow from the writer's epoch (KvProbe), ranks of a worker speak to each other, and
    writes may be staged (KvWelcome.staging, WriteDone.part).
+3: a broken connection is severed before the next welcome (KvHello.broken, KvWelcome.severed), on every rank
+   (SeverWriter).
 """
 
 

@@ -303,6 +303,8 @@ class KvHello(Message, frozen=True):
     fingerprint: KvFingerprint
     tensor_parallel: int
     ranks: tuple[RankMemory, ...]
+    broken: bool = False
+    """Its connection to you broke: end what is left of it before you welcome it."""
 
 
 class KvWelcome(Message, frozen=True):
@@ -317,6 +319,8 @@ class KvWelcome(Message, frozen=True):
     """A page per group that belongs to nobody, for the readiness self-test."""
     staging: tuple[int, int] | None = None
     """(first, count) of the staging slots that are this writer's alone; None: it writes pages directly."""
+    severed: bool = False
+    """Nothing that came over an earlier connection of yours can change a page or a slot of mine any more."""
 
 
 class KvRefused(Message, frozen=True):

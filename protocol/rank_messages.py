@@ -60,6 +60,8 @@ class ConnectPeer(Message, frozen=True):
     ranks: tuple[RankMemory, ...]
     staging: tuple[int, int] | None = None
     """(first, count) of the slots of each of its ranks that this worker may write."""
+    severed: bool = False
+    """It has ended every earlier connection of ours."""
 
 
 class DisconnectPeer(Message, frozen=True):
@@ -86,10 +88,11 @@ class WriteProbe(Message, frozen=True):
 
 
 class CheckProbe(Message, frozen=True):
-    """Compare this rank's probe pages with what a writer of this epoch writes."""
+    """Compare this rank's probe pages with what this life of a writer writes."""
 
     call: int
-    seed: int
+    worker_id: str
+    epoch: int
 
 
 class ShipPages(Message, frozen=True):
@@ -101,11 +104,20 @@ class ShipPages(Message, frozen=True):
     order: ShipOrder
 
 
-class DropWriter(Message, frozen=True):
-    """These transfer agents are over: answered once nothing that they staged is spread any more."""
+class SeverWriter(Message, frozen=True):
+    """End the connections of a living writer: answered once nothing that it sent over them changes a byte."""
 
     call: int
-    agents: tuple[str, ...]
+    worker_id: str
+    epoch: int
+
+
+class DropWriter(Message, frozen=True):
+    """This life of a writer is over: the same, for good."""
+
+    call: int
+    worker_id: str
+    epoch: int
 
 
 class RepeatStaged(Message, frozen=True):
@@ -139,10 +151,12 @@ class RankAnswer(Message, frozen=True):
     notification: bytes = b""
     """ShipPages: the WriteDone that the peer was sent."""
     size_bytes: int = 0
-    """ShipPages: what was written."""
+    """ShipPages: what was written. CheckProbe: what came over TCP."""
 
 
-RankCall = ConnectPeer | DisconnectPeer | ClearProbe | WriteProbe | CheckProbe | ShipPages | DropWriter
+RankCall = (
+    ConnectPeer | DisconnectPeer | ClearProbe | WriteProbe | CheckProbe | ShipPages | SeverWriter | DropWriter
+)
 """Everything that is answered by a RankAnswer with the same ``call``."""
 
 RankMessage = RankMeeting | RankReady | RankCall | ExpectWrites | RepeatStaged | RankLanded | RankAnswer

@@ -156,12 +156,35 @@ def test_slots_are_dealt_out_until_there_are_none() -> None:
     assert SlotAllotment(total=8, each=0).of(first) is None
 
 
+class NetworkArrivals:
+    """What arrives at one agent of a network of this process."""
+
+    def __init__(self, network: InProcessNetwork, agent: str) -> None:
+        self.network, self.agent = network, agent
+        self.closed = threading.Event()
+        self.closed.set()
+        """Cleared: a severed connection takes its time to close."""
+
+    def begin_claim(self) -> None: ...
+
+    def claim(self, writer: tuple[str, int]) -> None: ...
+
+    def received_bytes(self, writer: tuple[str, int]) -> int:
+        return 0
+
+    def sever(self, writer: tuple[str, int]) -> bool:
+        if self.closed.is_set():
+            self.network.sever(f"{writer[0]}/{writer[1]:x}/", self.agent)
+        return self.closed.is_set()
+
+
 class Side:
     """One rank of one worker, over a network of this process."""
 
     def __init__(self, network: InProcessNetwork, name: str, epoch: int, slots: int) -> None:
         import torch
 
+        self.arrivals = NetworkArrivals(network, f"{name}/{epoch:x}/0")
         self.cache = PagedKvCache(
             SHAPE, full_pages=PAGES, sliding_pages=PAGES, page_size=PAGE, dtype=torch.float32
         )
@@ -170,7 +193,7 @@ class Side:
         self.fences = StepFences()
         fingerprint = self.cache.fingerprint("m", "")
         self.endpoint = KvEndpoint(
-            EndpointSettings(name, epoch, fingerprint, layer_groups=2, write_timeout_s=5.0),
+            EndpointSettings(name, epoch, fingerprint, layer_groups=2, write_timeout_s=0.3),
             Shard(1, 0),
             self.cache,
             self.fences,
@@ -179,6 +202,7 @@ class Side:
             on_landed=lambda sender, payload: self.heard.append((sender, payload)),
             on_failure=self.failures.append,
             transport_factory=network.transport,
+            arrivals=self.arrivals,
         )
         self.memory = self.endpoint.start()
         self.life = PeerLife(name, epoch)
@@ -190,8 +214,17 @@ class Ends:
         self.source, self.target = Side(self.network, "p", 1, 2), Side(self.network, "d", 2, 4)
         for group in ("full", "sliding"):
             self.source.cache.memory(group).normal_()
-        self.source.endpoint.connect(self.target.life, 1, [self.target.memory], SlotRange(0, 2)).result(5)
+        self.connect(severed=False)
         self.target.endpoint.connect(self.source.life, 1, [self.source.memory]).result(5)
+
+    def connect(self, *, severed: bool) -> None:
+        them = self.target.life, 1, [self.target.memory], SlotRange(0, 2)
+        self.source.endpoint.connect(*them, severed=severed).result(5)
+
+    def reconnect(self) -> None:
+        """What the two workers do when a connection broke."""
+        self.target.endpoint.sever(self.source.life).result(5)
+        self.connect(severed=True)
 
     def ship(self, group: int) -> Any:
         full = [(page, (page * 5 + 1) % PAGES) for page in range(PAGES)]
@@ -269,9 +302,99 @@ def test_a_failed_write_fails_the_order_once_nothing_is_under_way(ends: Ends) ->
     ends.check()
 
 
+def test_slots_of_refused_writes_are_used_again(ends: Ends) -> None:
+    """More refusals, twice each so that nothing is posted, than there are slots."""
+    for _ in range(5):
+        ends.network.inject(Fault.FAIL_POST, count=2, match=is_staged)
+        with pytest.raises(TransferError, match="refused"):
+            ends.ship(0).result(20)
+    ends.ship(0).result(20)
+    ends.ship(1).result(20)
+    ends.check()
+
+
+def test_slots_of_failed_writes_are_used_again_once_the_peer_has_severed_the_connection(ends: Ends) -> None:
+    for _ in range(3):
+        ends.network.inject(Fault.LATE, count=2, match=is_staged)
+        with pytest.raises(TransferError, match="failed write"):
+            ends.ship(0).result(20)
+        waiting = ends.ship(0)  # both slots may still be written by what the network holds
+        time.sleep(0.05)
+        assert not waiting.done()
+        ends.reconnect()
+        assert ends.network.release_late() == 0
+        waiting.result(20)
+    ends.ship(1).result(20)
+    ends.check()
+
+
+def test_what_arrives_while_a_writer_is_severed_is_not_spread(ends: Ends) -> None:
+    before = ends.target.cache.memory("full").clone()
+    ends.network.inject(Fault.LATE, match=is_staged)
+    with pytest.raises(TransferError, match="failed write"):
+        ends.ship(0).result(20)
+    ends.target.cache.memory("full").copy_(before)
+    ends.target.arrivals.closed.clear()
+    severed = ends.target.endpoint.sever(ends.source.life)
+    time.sleep(0.05)
+    assert ends.network.release_late() == 1
+    time.sleep(0.05)
+    assert not severed.done()
+    ends.target.arrivals.closed.set()
+    severed.result(5)
+    assert np.array_equal(before.numpy(), ends.target.cache.memory("full").numpy())
+    ends.connect(severed=True)
+    ends.ship(0).result(20)
+    ends.ship(1).result(20)
+    ends.check()
+
+
+def test_a_write_that_took_too_long_is_over_once_it_was_spread(ends: Ends) -> None:
+    """It lands in the end, so its pages change: nobody may be told that it is over before that."""
+    ends.network.inject(Fault.HOLD, match=is_staged)
+    shipped = ends.ship(0)
+    time.sleep(0.5)  # more than a write may take
+    assert not shipped.done()
+    ends.network.release_held()
+    with pytest.raises(TransferError, match="no completion within"):
+        shipped.result(20)
+    for group in (0, 1, 0):
+        ends.ship(group).result(20)
+    ends.check()
+
+
+def test_a_write_whose_word_cannot_be_repeated_is_lost_with_its_connection(ends: Ends) -> None:
+    ends.target.arrivals.closed.clear()
+    ends.target.endpoint.sever(ends.source.life)  # so that nothing is answered
+    shipped = ends.ship(0)
+    time.sleep(0.1)
+    assert not shipped.done()
+    ends.source.endpoint._transfer.run(lambda t: t.disconnect(ends.target.memory.agent_name)).result(5)
+    ends.source.endpoint.repeat("r", 1, frozenset({WriteKey(0, 0, 0)}))
+    with pytest.raises(TransferError, match="connection: not connected"):
+        shipped.result(5)
+    ends.target.arrivals.closed.set()
+    ends.reconnect()
+    ends.ship(0).result(20)
+    ends.ship(1).result(20)
+    ends.check()
+
+
+def test_a_slot_is_not_said_to_hold_what_is_still_on_its_way(ends: Ends) -> None:
+    ends.network.inject(Fault.HOLD, match=is_staged)
+    shipped = ends.ship(0)
+    until(lambda: ends.network.held == 1)
+    ends.source.endpoint.repeat("r", 1, frozenset({WriteKey(0, 0, 0)}))
+    time.sleep(0.05)
+    ends.network.release_held()
+    shipped.result(20)
+    ends.ship(1).result(20)
+    ends.check()
+
+
 def test_nothing_of_a_dropped_writer_is_spread(ends: Ends) -> None:
     before = ends.target.cache.memory("full").clone()
-    ends.target.endpoint.drop_writer(frozenset({ends.source.memory.agent_name})).result(5)
+    ends.target.endpoint.drop_writer(ends.source.life).result(5)
     shipped = ends.ship(0)
     time.sleep(0.2)
     assert not shipped.done()
@@ -280,7 +403,7 @@ def test_nothing_of_a_dropped_writer_is_spread(ends: Ends) -> None:
 
 
 def test_a_peer_that_is_gone_leaves_nothing_under_way(ends: Ends) -> None:
-    ends.target.endpoint.drop_writer(frozenset({ends.source.memory.agent_name})).result(5)
+    ends.target.endpoint.drop_writer(ends.source.life).result(5)
     shipped = [ends.ship(0), ends.ship(1)]  # more than there are slots: some wait, some are never answered
     time.sleep(0.2)
     assert not any(each.done() for each in shipped)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
-from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
+from antiphon.kv_transfer.transfer_thread import Fate, TransferThread, WriteOutcome
 from antiphon.kv_transfer.transport import Transport
 from antiphon.protocol.errors import TransferError
 
@@ -52,7 +52,10 @@ class Ends:
         if ready is None:
             post()
         else:
-            self.sender.when(ready, post, lambda error: self.outcomes.append(WriteOutcome(error, 0.0)))
+            self.sender.when(ready, post, self._abandoned)
+
+    def _abandoned(self, error: TransferError) -> None:
+        self.outcomes.append(WriteOutcome(error, 0.0, Fate.NOT_SENT))
 
 
 @pytest.fixture
@@ -100,6 +103,7 @@ def test_one_failed_post_is_tried_again_and_two_are_a_failure(ends: Ends) -> Non
     until(lambda: len(ends.outcomes) == 2)
     assert ends.outcomes[1].error is not None
     assert ends.outcomes[1].error.stage == "post"
+    assert [outcome.fate for outcome in ends.outcomes] == [Fate.LANDED, Fate.NOT_SENT]
 
 
 def test_a_hanging_write_ends_only_when_it_cannot_land_any_more(ends: Ends) -> None:
@@ -112,6 +116,16 @@ def test_a_hanging_write_ends_only_when_it_cannot_land_any_more(ends: Ends) -> N
     error = ends.outcomes[0].error
     assert error is not None
     assert "no completion within 0.2 s" in str(error)
+    assert ends.outcomes[0].fate is Fate.LANDED
+
+
+def test_of_a_write_that_failed_nobody_knows_what_arrived(ends: Ends) -> None:
+    ends.network.inject(Fault.FAIL_WRITE)
+    ends.write(b"half")
+    until(lambda: len(ends.outcomes) == 1)
+    error = ends.outcomes[0].error
+    assert error is not None
+    assert (error.stage, ends.outcomes[0].fate) == ("connection", Fate.UNKNOWN)
 
 
 def test_a_peer_is_disconnected_only_after_its_last_write(ends: Ends) -> None:

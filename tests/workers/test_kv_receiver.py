@@ -49,20 +49,16 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.open: list[Key] = []
         self.broken: dict[Writer, set[Key]] = {}
         """Model: attempts whose writer lost its connection; what it sent may land until that is severed."""
-        self.severing_takes = 0
+        self.severing: set[Writer] = set()
         self.receiver = KvReceiver(
             *(EPOCH, 1.0, self._send, self, self._expect, Counter(), {}),
             clock=lambda: self.now,
             sever=self._sever,
         )
 
-    def _sever(self, writer: Writer) -> bool:
-        if self.severing_takes:
-            self.severing_takes -= 1
-            return False
-        for key in self.broken.pop(writer, set()):
-            self.may_write.pop(key, None)
-        return True
+    def _sever(self, writer: Writer) -> None:
+        assert writer not in self.severing, "one at a time"
+        self.severing.add(writer)
 
     def _send(self, peer: Peer, message: Message) -> bool:
         self.sent.append((peer, message))
@@ -137,16 +133,28 @@ class ReceiverMachine(RuleBasedStateMachine):
             self.receiver.on_drained(peer, WritesDrained(*key, writer.epoch, EPOCH))
 
     @precondition(lambda self: self.may_write)
-    @rule(data=st.data(), takes=st.integers(0, 2), says_drained=st.booleans())
-    def connection_breaks(self, data: st.DataObject, takes: int, says_drained: bool) -> None:
+    @rule(data=st.data(), says_drained=st.booleans(), at_once=st.booleans())
+    def connection_breaks(self, data: st.DataObject, says_drained: bool, at_once: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.may_write)))
         writer = self.may_write[key]
         peer = next(p for p in WRITERS if p.worker_id == writer.worker_id)
         self.broken.setdefault(writer, set()).add(key)
-        self.severing_takes = takes
         self.receiver.on_failed(peer, WritesFailed(*key, writer.epoch, EPOCH, "connection", "x"))
         if says_drained:  # of its own end of the connection, which proves nothing
             self.receiver.on_drained(peer, WritesDrained(*key, writer.epoch, EPOCH))
+        if at_once:
+            self._severed(writer)
+
+    @precondition(lambda self: self.severing)
+    @rule(data=st.data())
+    def connections_are_severed(self, data: st.DataObject) -> None:
+        self._severed(data.draw(st.sampled_from(sorted(self.severing))))
+
+    def _severed(self, writer: Writer) -> None:
+        self.severing.remove(writer)
+        for key in self.broken.pop(writer, set()):
+            self.may_write.pop(key, None)
+        self.receiver.on_severed(writer)
 
     def _connected(self) -> list[Key]:
         """Attempts of which the writer's word is the truth: no broken connection holds what it sent."""
@@ -190,6 +198,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         gone = Writer(dead.worker_id, dead.epoch)
         self.may_write = {key: writer for key, writer in self.may_write.items() if writer != gone}
         self.broken.pop(gone, None)
+        self.severing.discard(gone)
         living = {Writer(p.worker_id, p.epoch) for p in WRITERS if p != dead}
         self.receiver.on_living_writers(living)
 

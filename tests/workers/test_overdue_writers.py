@@ -44,7 +44,9 @@ def clock() -> Clock:
 @pytest.fixture
 def receiver(clock: Clock) -> KvReceiver:
     receiver = KvReceiver(
-        EPOCH, 1.0, lambda peer, message: True, Nobody(), lambda change: None, Counter(), {}, clock=clock
+        *(EPOCH, 1.0, lambda peer, message: True, Nobody(), lambda change: None, Counter(), {}),
+        clock=clock,
+        sever=lambda writer: None,
     )
     receiver.reserve(("r", 1))
     receiver.on_announce(WRITER, AnnounceWrites("r", 1, "prefill-0", 9, EPOCH, [WriteKey(0, 0, 0)]))

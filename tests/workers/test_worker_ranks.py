@@ -21,6 +21,7 @@ from antiphon.engine.events import TokensSampled
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.requests import EngineRequest, RequestKind
 from antiphon.engine.settings import EngineSettings
+from antiphon.kv_transfer.arrivals import ArrivedConnections
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
 from antiphon.kv_transfer.plan import GroupLayout, Shard, plan_runs
 from antiphon.kv_transfer.probe import probe_page
@@ -34,6 +35,7 @@ from antiphon.protocol.codec import decode
 from antiphon.protocol.errors import RankLostError
 from antiphon.protocol.identity import Role, Topology
 from antiphon.protocol.messages import SamplingParams, WriteDone
+from antiphon.protocol.staging_messages import StagedWrite
 
 TOKEN = "a cluster token for tests"
 TIE = 1e-3
@@ -245,6 +247,62 @@ def test_a_failed_write_of_another_rank_is_computed_again(start: Any, expected: 
     assert answers(router) == expected
     pair.idle()
     assert sorted(len(outcome.attempts) for outcome in router.requests.values()) == [1, 1, 2]
+
+
+@pytest.fixture
+def severed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, int], int]]:
+    """Which writer's connections were ended, and on which thread: each rank's transfers have one."""
+    found: list[tuple[tuple[str, int], int]] = []
+
+    def sever(arrivals: ArrivedConnections, writer: tuple[str, int]) -> bool:
+        found.append((writer, threading.get_ident()))
+        return True
+
+    monkeypatch.setattr(ArrivedConnections, "sever", sever)
+    return found
+
+
+def threads_that_severed(severed: list[tuple[tuple[str, int], int]], side: Worker) -> int:
+    life = side.address.worker_id, side.address.epoch
+    return len({thread for writer, thread in severed if writer == life})
+
+
+def test_every_rank_severs_a_writer_that_died(start: Any, severed: list[Any]) -> None:
+    pair, _ = start(InProcessNetwork(), 1, 2)
+    assert threads_that_severed(severed, pair.prefill) == 0
+    pair.decode.worker.set_topology(Topology(9, (pair.decode.address,)))
+    pair.until(lambda: threads_that_severed(severed, pair.prefill) == 2, "both ranks")
+
+
+def is_staged(payload: bytes) -> bool:
+    return bool(payload) and isinstance(decode(payload), StagedWrite)
+
+
+def test_every_rank_severs_a_writer_whose_connection_broke_before_its_slots_are_used_again(
+    start: Any, severed: list[Any], expected: list[list[int]]
+) -> None:
+    network = InProcessNetwork()
+    pair, router = start(network, 2, 2, staging_slots=1, staging_slot_mib=1)
+    for _ in range(2):
+        network.inject(Fault.FAIL_WRITE, count=2, match=is_staged)
+        assert answers(router) == expected
+        pair.idle()
+    assert threads_that_severed(severed, pair.prefill) == 2
+    assert any(len(outcome.attempts) > 1 for outcome in router.requests.values())
+
+
+def test_what_comes_over_tcp_to_another_rank_is_seen(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's share may come otherwise: what counts is the sum over ranks."""
+    seen: list[int] = []
+
+    def received(arrivals: ArrivedConnections, writer: tuple[str, int]) -> int:
+        seen.append(threading.get_ident())
+        return 0 if len(set(seen)) == 1 else 1 << 40
+
+    monkeypatch.setattr(ArrivedConnections, "received_bytes", received)
+    pair, _ = start(InProcessNetwork(), 1, 2)
+    assert len(set(seen)) == 2
+    assert pair.decode.worker.status().kv_paths["prefill-0"][0] == "tcp"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -1,0 +1,39 @@
+"""Futures of which the end is known, or follows from another's."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TypeVar
+
+from antiphon.protocol.errors import TransferError
+
+T = TypeVar("T")
+
+
+def done() -> Future[None]:
+    """One that has ended well."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def failed(error: TransferError) -> Future[T]:
+    """One that has ended with an error."""
+    future: Future[T] = Future()
+    future.set_exception(error)
+    return future
+
+
+def without_result(future: Future[list[None]]) -> Future[None]:
+    """The same end, without the list."""
+    ended: Future[None] = Future()
+
+    def end(inner: Future[list[None]]) -> None:
+        error = inner.exception()
+        if error is not None:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    future.add_done_callback(end)
+    return ended
