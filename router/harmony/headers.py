@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import Enum, StrEnum
 
 from antiphon.router.harmony.markers import CHANNEL, CONSTRAIN, START
@@ -48,7 +49,7 @@ class HeaderPart:
 
 @dataclass(slots=True)
 class HeaderReading:
-    """What a header says.
+    """What a header says. ``names_author`` is that it names the assistant.
 
     ``body`` is text that belongs to the message, found in a header that has no ``<|message|>``. ``headless``
     means that nothing was recognised: all of it is body. ``garbled`` means that a channel runs into other
@@ -63,23 +64,41 @@ class HeaderReading:
     stray: str = ""
     headless: bool = False
     garbled: bool = False
+    names_author: bool = False
     repairs: list[Repair] = field(default_factory=list)
 
+    def says_nothing(self) -> bool:
+        """Whether it is empty, or a content type and no more."""
+        return self.channel is None and not (
+            self.recipients or self.stray or self.foreign_author or self.names_author
+        )
 
-_RECIPIENT = re.compile(r"""to\s*=\s*["'`]?((?:functions\.\s*)?(?:(?!to\s*=)[^\s<{\["'`(])*)["'`]?""")
-_NAMESPACED = re.compile(r"functions\.[^\s<{\[\"'`(]+")
+
+_RECIPIENT = re.compile(
+    r"""(?:to\s*=+\s*)+["'`(<]?((?:functions\s*\.\s*)?(?:(?!to\s*=)[^\s<>{\["'`()])*)["'`)>]?""",
+    re.IGNORECASE,
+)
+_NAMESPACED = re.compile(r"""functions\.[^\s<>{\["'`()]+""")
+_ADDRESSED = re.compile(
+    r"""(?:(?:to|recipient)[\s=:]*|[=:]\s*)["'`(<]?(functions[.:/]+[^\s<>{\["'`()]+)["'`)>]?""", re.IGNORECASE
+)
+"""A recipient whose ``to=`` is spelled in another way. Only the namespace tells it from a sentence."""
 _CHANNEL_NAMES = "analysis|commentary|final"
 _CHANNEL_WORD = re.compile(rf"({_CHANNEL_NAMES})", re.IGNORECASE)
 _BARE_CHANNEL = re.compile(rf"\s*({_CHANNEL_NAMES})(?![a-z_'’-])")
+_LAST_CHANNEL = re.compile(rf"({_CHANNEL_NAMES})$", re.IGNORECASE)
 _CONTENT_TYPE = re.compile(r"""(?:json|code)(?=[\s{\["]|$)""")
 _TYPE_WORD = re.compile(r"[\w./+-]+")
 _ASSISTANT = re.compile(r"\s*(?:assistant)+(?::\S+(?=\s|$))?")
 _FOREIGN_AUTHOR = re.compile(r"\s*(?:user|system|developer|tool|python|browser)(?:[.:]\S+)?(?=\s|$)")
 _WORD = re.compile(r"[^\s{\[<]+")
 _JUNK_WORD = re.compile(r"\S+")
-_SENTENCE = re.compile(r"(?!.*\bto\s*=)\S+(?:\s+\S+){2,}", re.DOTALL)
+_SENTENCE = re.compile(
+    r"(?!.*\bto\s*=)(?!.*\b(?:to|recipient)[\s:]+functions\.)\S+(?:\s+\S+){2,}", re.DOTALL | re.IGNORECASE
+)
 """Three words or more, none of them a recipient."""
 _ALIASES = {
+    "think": Channel.ANALYSIS,
     "thinking": Channel.ANALYSIS,
     "thought": Channel.ANALYSIS,
     "reasoning": Channel.ANALYSIS,
@@ -88,6 +107,12 @@ _ALIASES = {
 }
 _SHORTEST_STEM = 4
 """Letters by which a cut-off channel name is still recognised (``comment``)."""
+_RESEMBLANCE = 0.65
+"""Share of letters, as difflib counts them, by which a misspelt channel name is (``analyse``)."""
+_BEFORE_TEXT = frozenset(":\"'*#`(-")
+"""What a text may begin with that is glued to its channel's name."""
+_LONE_WORDS = frozenset({"assistant", "functions", "json", "code"})
+"""Words of a header that are left over when they stand alone between two messages."""
 _HEADER_WORDS = (*Channel, "assistant", "to=functions.", "json", "code")
 
 
@@ -104,7 +129,19 @@ def is_cut_header(text: str) -> bool:
 
 def is_noise(text: str, *, punctuation: bool) -> bool:
     """Whether nothing in ``text`` can be seen; with ``punctuation``, or has a meaning of its own."""
+    if punctuation and text.strip() in _LONE_WORDS:
+        return True
     return all(one.isspace() or (punctuation and unicodedata.category(one)[0] == "P") for one in text)
+
+
+def _resembled(name: str) -> Channel | None:
+    """The channel that a misspelt, cut or glued name (``assistantanalysis``) was meant to be."""
+    if (last := _LAST_CHANNEL.search(name)) is not None:
+        return Channel(last.group(1))
+    if (cut := next((one for one in Channel if one.startswith(name)), None)) is not None:
+        return cut
+    close = get_close_matches(name, tuple(Channel), 1, _RESEMBLANCE)
+    return Channel(close[0]) if close else None
 
 
 class _HeaderScanner:
@@ -146,6 +183,7 @@ class _HeaderScanner:
         assistant = _ASSISTANT.match(text)
         if assistant is None:
             return 0
+        self.reading.names_author = True
         if certain or self._origin is Origin.MARKED or _CHANNEL_WORD.match(text, assistant.end()):
             if self._origin is not Origin.MARKED or assistant.group().strip() != "assistant":
                 self.reading.repairs.append(Repair.HEADER_AUTHOR)
@@ -155,6 +193,10 @@ class _HeaderScanner:
     def _content_type(self, text: str) -> int:
         """Behind its own marker any word is a type, unless it may be the message already."""
         start = len(text) - len(text.lstrip())
+        if self._ended and self.reading.channel is None and (channel := _BARE_CHANNEL.match(text, start)):
+            self.reading.channel = Channel(channel.group(1))
+            self.reading.repairs.append(Repair.CHANNEL_UNMARKED)
+            return channel.end()
         word = (_TYPE_WORD if self._ended else _CONTENT_TYPE).match(text, start)
         return start if word is None or _RECIPIENT.match(text, start) else word.end()
 
@@ -170,7 +212,7 @@ class _HeaderScanner:
         name = word.group().strip(".,:;!?*_-").lower()
         channel = _ALIASES.get(name)
         if channel is None and len(name) >= _SHORTEST_STEM:
-            channel = next((one for one in Channel if one.startswith(name)), None)
+            channel = _resembled(name)
         self.reading.repairs.append(Repair.CHANNEL_UNKNOWN)
         if channel is None:
             return word.end() if self._ended else start
@@ -183,6 +225,7 @@ class _HeaderScanner:
         follows_cleanly = (
             not tail
             or _RECIPIENT.match(text, known.end()) is not None
+            or _ADDRESSED.match(text, known.end()) is not None
             or _CONTENT_TYPE.match(text, known.end()) is not None
         )
         self.reading.channel = Channel(name.lower())
@@ -192,10 +235,17 @@ class _HeaderScanner:
             return known.end()
         self.reading.repairs.append(Repair.CHANNEL_GLUED)
         if self._ended:
+            if (last := _LAST_CHANNEL.search(tail)) is not None:  # "analysisfinal": the last of several
+                self.reading.channel = Channel(last.group(1).lower())
             return word_end
         # "finalHello" is a channel and a sentence; "commentary?" and "finally" are neither.
-        self.reading.garbled = not (tail[0].isupper() or tail[0] == '"')
-        return known.start() if tail[0].islower() else known.end()
+        begins = tail[0].isalnum() and not tail[0].islower()
+        self.reading.garbled = not (
+            begins or (tail[0] in _BEFORE_TEXT and not is_noise(text[known.end() :], punctuation=True))
+        )
+        if tail[0].islower():
+            return known.start()
+        return known.end() + (tail[0] == ":")
 
     def _rest(self, part: HeaderPart, position: int, body_may_follow: bool) -> None:
         text = part.text
@@ -238,6 +288,10 @@ class _HeaderScanner:
                 reading.repairs.append(Repair.RECIPIENT_SPELLING)
             reading.recipients.append(name)
             return recipient.end()
+        if (addressed := _ADDRESSED.match(text, position)) is not None:
+            reading.recipients.append(addressed.group(1))
+            reading.repairs.append(Repair.RECIPIENT_SPELLING)
+            return addressed.end()
         if (named := _NAMESPACED.match(text, position)) is not None:
             reading.recipients.append(named.group())
             reading.repairs.append(Repair.RECIPIENT_UNMARKED)

@@ -74,6 +74,8 @@ class HarmonyParser:
         self._origin = Origin.PROMPT
         self._header: list[tuple[int, bytearray]] = [(START, bytearray())]
         self._header_bytes = 0
+        self._orphan: HeaderReading | None = None
+        """A header that something else ended than its message, which may still follow."""
         self._partial = b""
         self._is_addressed = False
         self._last_was_body = False
@@ -94,6 +96,7 @@ class HarmonyParser:
         """End the answer; the rest of a code point is U+FFFD, a header that was cut short is dropped."""
         if self._state is _State.HEADER:
             self._cut_header()
+        self._end_orphan()
         self._close_body(complete=reason is FinishReason.STOP)
         self._writer.settle()
         return ParserOutcome(
@@ -176,7 +179,10 @@ class HarmonyParser:
         if self._state is _State.BETWEEN:
             self._repairs[Repair.START_MISSING] += 1
             self._begin_header(Origin.IMPLIED)
-        self._open_body(read_header(self._parts(), self._origin, ended=True))
+        reading = read_header(self._parts(), self._origin, ended=True)
+        if self._orphan is not None and reading.says_nothing():
+            reading, self._orphan = self._orphan, None
+        self._open_body(reading)
 
     def _header_marker(self, token: int) -> None:
         if self._state is _State.BODY:
@@ -226,14 +232,28 @@ class HarmonyParser:
         self._repairs[Repair.MESSAGE_MISSING] += 1
         reading = read_header(self._parts(), self._origin, ended=False)
         # An answer may be a dash or a dot; between messages, or behind a channel, that is noise.
-        may_be_noise = self._origin is not Origin.PROMPT or reading.garbled
-        if (reading.headless or reading.garbled) and is_noise(reading.body, punctuation=may_be_noise):
+        may_be_noise = self._origin is not Origin.PROMPT or not reading.headless
+        nowhere = reading.channel is None and not reading.recipients and bool(reading.body)
+        if (reading.headless or reading.garbled or nowhere) and is_noise(
+            reading.body, punctuation=may_be_noise
+        ):
             self._repairs[Repair.HEADER_DROPPED] += 1
         elif reading.headless:
             self._repairs[Repair.HEADER_MISSING] += 1
+            self._end_orphan()
             self._writer.hold(reading.body)
-        elif reading.body or reading.recipients:
+        elif reading.body:
             self._open_body(reading)
+            self._close_body(complete=True)
+        else:
+            self._end_orphan()
+            self._orphan = reading
+
+    def _end_orphan(self) -> None:
+        """No message followed the header that waited for one: a call in it has no arguments."""
+        orphan, self._orphan = self._orphan, None
+        if orphan is not None and orphan.recipients:
+            self._open_body(orphan)
             self._close_body(complete=True)
 
     def _cut_header(self) -> None:
@@ -271,6 +291,7 @@ class HarmonyParser:
         self._repairs.update(reading.repairs)
         if reading.stray:
             self._writer.hold(reading.stray)
+        self._end_orphan()
         self._state = _State.BODY
         self._is_addressed = bool(reading.recipients)
         self._route(reading)

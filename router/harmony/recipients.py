@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 from antiphon.router.harmony.repairs import Repair
 
-_FUNCTIONS_PREFIX = re.compile(r"functions?[.:/]", re.IGNORECASE)
+_FUNCTIONS_PREFIX = re.compile(r"(?:functions?)+[.:/]+", re.IGNORECASE)
+_OTHER_PREFIX = re.compile(
+    r"(?:(?:tools?|default|default_api|api|assistant)?[.:/]+|functions?_)", re.IGNORECASE
+)
+"""Namespaces that models make up; what stands behind one is a function only if it is declared."""
 _GLUED = re.compile(
     r"(?:<\|constrain\|>)?(?:json|code|commentary|analysis|final|assistant)$|[^\w)\]}-]+$", re.IGNORECASE
 )
@@ -87,8 +91,17 @@ def _without_glue(name: str, names: frozenset[str]) -> str | None:
     while True:
         if name in names:
             return name
-        prefix = _FUNCTIONS_PREFIX.match(name)
+        if (respelt := _respelt(name, names)) is not None:
+            return respelt
+        prefix = _FUNCTIONS_PREFIX.match(name) or _OTHER_PREFIX.match(name)
         shorter = name[prefix.end() :] if prefix else _GLUED.sub("", name, count=1)
         if shorter == name or not shorter:
             return None
         name = shorter
+
+
+def _respelt(name: str, names: frozenset[str]) -> str | None:
+    """The declared name that differs in capitals only, if there is one and no other."""
+    folded = name.casefold()
+    alike = [one for one in names if one.casefold() == folded]
+    return alike[0] if len(alike) == 1 else None
