@@ -38,7 +38,7 @@ def load_once(directory: Path, device: torch.device, resident_fp8: bool) -> tupl
     if device.type == "cpu":
         load_model(directory, torch.bfloat16)
         return time.perf_counter() - begin, "plain torch"
-    from antiphon.model.cuda_transformer import load_cuda_model  # loads Triton
+    from antiphon.model.cuda_load import load_cuda_model  # loads Triton
 
     model = load_cuda_model(directory, device, resident_fp8=resident_fp8)
     torch.cuda.synchronize(device)

@@ -114,7 +114,7 @@ def _load(role: Role, config: DeploymentConfig, mine: WorkerConfig) -> LanguageM
         return load_model(path, DTYPES[config.model.dtype], with_unembedding=samples)
     if config.model.dtype != "bfloat16":
         raise ConfigError(f"model.dtype {config.model.dtype}: a GPU computes in bfloat16")
-    from antiphon.model.cuda_transformer import load_cuda_model  # loads Triton
+    from antiphon.model.cuda_load import load_cuda_model  # loads Triton
 
     if config.kernels.require_built:
         require_built_kernels(path, mine, "cuda")

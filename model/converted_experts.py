@@ -48,6 +48,17 @@ class ConvertedExperts:
             fp8=Fp8Experts.from_checkpoint(*matrices) if resident_fp8 else None,
         )
 
+    def check(self, resident_fp8: bool) -> None:
+        """Whether they can serve layers that multiply long chunks by resident FP8 tiles, or do not.
+
+        Raises:
+            ValueError: they have no such tiles, or needlessly.
+        """
+        if resident_fp8 != (self.fp8 is not None):
+            raise ValueError(
+                f"experts {'without' if resident_fp8 else 'with'} FP8 tiles for layers of another kind"
+            )
+
     @property
     def inexact(self) -> tuple[int, int]:
         """Blocks of 32 weights (resident FP8: tiles of 128 x 128) that may lose bits in e4m3, and all."""

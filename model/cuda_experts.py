@@ -18,14 +18,13 @@ from antiphon.kernels import portable_moe
 from antiphon.kernels.dense.norm import rms_norm
 from antiphon.kernels.moe import mixed, prefill
 from antiphon.kernels.moe.decode import MAX_TOKENS, MoeWorkspace, moe_add_rms_norm, route_grouped
-from antiphon.kernels.moe.fp8_weights import Fp8Experts
-from antiphon.kernels.moe.mixed import MixedWorkspace, RowExponents
+from antiphon.kernels.moe.mixed import MixedWorkspace
 from antiphon.kernels.moe.prefill import Fp8Workspace
 from antiphon.kernels.moe.regime import streams_4_bit
-from antiphon.kernels.moe.streamed import StreamedExperts
 from antiphon.kernels.reference import ExpertMatrix
 from antiphon.kernels.router import route
 from antiphon.model.config import GptOssConfig
+from antiphon.model.converted_experts import ConvertedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,12 @@ class CheckpointExperts:
     gate_up_bias: Tensor
     down: ExpertMatrix
     down_bias: Tensor
+
+    def convert(self, resident_fp8: bool) -> ConvertedExperts:
+        """The experts as the Hopper kernels read them."""
+        return ConvertedExperts.from_checkpoint(
+            *(self.gate_up, self.gate_up_bias, self.down, self.down_bias), resident_fp8=resident_fp8
+        )
 
 
 class ExpertLayers(Protocol):
@@ -153,9 +158,7 @@ class HopperExpertLayers:
         self.resident_fp8 = resident_fp8
         self.inexact_blocks = self.blocks = 0
         self._routers: list[tuple[Tensor, Tensor]] = []
-        self._streamed: list[StreamedExperts] = []
-        self._exponents: list[RowExponents] = []
-        self._fp8: list[Fp8Experts] = []
+        self._layers: list[ConvertedExperts] = []
         self._workspace = MoeWorkspace(MAX_TOKENS, config.num_experts, device)
         self._fp8_buffers = _Workspaces(partial(Fp8Workspace, all_experts=config.num_experts, device=device))
         self._mixed_buffers = _Workspaces(
@@ -164,20 +167,20 @@ class HopperExpertLayers:
 
     def add_layer(self, experts: CheckpointExperts) -> None:
         """Convert the next layer."""
-        matrices = (experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias)
-        self._routers.append((experts.gate_weight, experts.gate_bias))
-        self._streamed.append(StreamedExperts.from_checkpoint(*matrices))
-        if self.resident_fp8:
-            layer = Fp8Experts.from_checkpoint(*matrices)
-            self._fp8.append(layer)
-            for matrix in (layer.gate_up, layer.down):
-                self.inexact_blocks += matrix.inexact_tiles
-                self.blocks += matrix.tiles
-            return
-        exponents = RowExponents.from_checkpoint(experts.gate_up, experts.down)
-        self._exponents.append(exponents)
-        self.inexact_blocks += exponents.inexact_blocks
-        self.blocks += exponents.blocks
+        self.add_converted(experts.gate_weight, experts.gate_bias, experts.convert(self.resident_fp8))
+
+    def add_converted(self, gate_weight: Tensor, gate_bias: Tensor, experts: ConvertedExperts) -> None:
+        """Take the next layer as it is computed with.
+
+        Raises:
+            ValueError: it has no FP8 tiles, and these layers have.
+        """
+        experts.check(self.resident_fp8)
+        self._routers.append((gate_weight, gate_bias))
+        self._layers.append(experts)
+        inexact, blocks = experts.inexact
+        self.inexact_blocks += inexact
+        self.blocks += blocks
 
     def reserve(self, tokens: int) -> None:
         """See ``ExpertLayers``."""
@@ -196,6 +199,7 @@ class HopperExpertLayers:
         """See ``ExpertLayers``."""
         config = self._config
         gate_weight, gate_bias = self._routers[layer]
+        experts = self._layers[layer]
         if streams_4_bit(x.shape[0], config.num_experts):
             routed, own_norm = (x, norm) if normed is None else (normed, None)
             routing = route_grouped(
@@ -204,17 +208,24 @@ class HopperExpertLayers:
                 eps=config.rms_norm_eps,
             )
             normed = moe_add_rms_norm(
-                *(routing, self._streamed[layer], self._workspace, x, following_norm, config.rms_norm_eps),
+                *(
+                    routing,
+                    experts.streamed,
+                    self._workspace,
+                    x,
+                    following_norm,
+                    config.rms_norm_eps,
+                ),
             )
             return x, normed
         normed = rms_norm(x, norm, config.rms_norm_eps) if normed is None else normed
         # Padding is kept from the experts, whose tiles it would fill.
         ids, weights = route(normed, gate_weight, gate_bias, config.experts_per_token, live)
         behind = (x, following_norm, config.rms_norm_eps)
-        if self.resident_fp8:
-            buffers, fp8 = self._fp8_buffers.of(x.shape[0]), self._fp8[layer]
-            return x, prefill.moe_add_rms_norm_(normed, ids, weights, fp8, buffers, *behind)
+        if experts.fp8 is not None:
+            buffers = self._fp8_buffers.of(x.shape[0])
+            return x, prefill.moe_add_rms_norm_(normed, ids, weights, experts.fp8, buffers, *behind)
         return x, mixed.moe_add_rms_norm_(
-            *(normed, ids, weights, self._streamed[layer], self._exponents[layer]),
+            *(normed, ids, weights, experts.streamed, experts.exponents),
             *(self._mixed_buffers.of(x.shape[0]), *behind),
         )

@@ -8,6 +8,7 @@ import torch
 
 from antiphon.kernels.attention import prefill_hopper
 from antiphon.kernels.dense import skinny
+from antiphon.kernels.moe import build as moe_build
 from antiphon.kernels.moe.decode import SWIGLU_LIMIT
 from antiphon.kernels.moe.expert_range import MAX_EXPERTS, TOP_K
 from antiphon.model.config import GptOssConfig
@@ -54,3 +55,14 @@ def hopper_shape_obstacle(config: GptOssConfig) -> str | None:
 def choose_road(config: GptOssConfig, device: torch.device) -> Road:
     """The fastest one that can run the model there."""
     return Road.HOPPER if hopper_obstacle(config, device) is None else Road.PORTABLE
+
+
+def load_libraries() -> None:
+    """Load what the Hopper road needs of CUDA.
+
+    Raises:
+        KernelLibraryError: a library was not built.
+    """
+    skinny.LIBRARY.load()
+    moe_build.LIBRARY.load()
+    prefill_hopper.LIBRARY.load()

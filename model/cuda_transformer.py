@@ -6,24 +6,19 @@ roads silently afterwards. Names of weights are those of OpenAI's checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from antiphon.kernels.attention import prefill_hopper
 from antiphon.kernels.dense import skinny
 from antiphon.kernels.dense.norm import rms_norm
-from antiphon.kernels.moe import build as moe_build
-from antiphon.model.checkpoint.index import open_checkpoint
-from antiphon.model.checkpoint.layout import TensorKind
-from antiphon.model.checkpoint.load import read_parameters
 from antiphon.model.config import GptOssConfig
+from antiphon.model.converted_experts import ConvertedExperts
 from antiphon.model.cuda_attention import AttentionBlock
 from antiphon.model.cuda_experts import ExpertLayers, HopperExpertLayers, PortableExpertLayers
-from antiphon.model.cuda_roads import Road, choose_road, hopper_obstacle
-from antiphon.model.cuda_weights import LayerWeights, collect_parameters, layer_experts, layer_weights
+from antiphon.model.cuda_roads import Road, choose_road, hopper_obstacle, load_libraries
+from antiphon.model.cuda_weights import add_hopper_layers, collect_parameters, layer_experts, layer_weights
 from antiphon.model.forward import ForwardBatch, KvLayers
 from antiphon.protocol.errors import CheckpointError
 
@@ -40,10 +35,13 @@ class CudaTransformer:
         road: None chooses HOPPER where shape and device allow it.
         resident_fp8: on the HOPPER road, hold FP8 experts for long chunks beside the 4-bit ones; False widens
             those while it multiplies, for models that fill the device.
+        converted: all layers' experts in the form of the HOPPER road, whose matrices are then not among
+            ``parameters``; None converts those.
 
     Raises:
         CheckpointError: a parameter is missing, surplus or given twice.
-        ValueError: HOPPER was asked for and cannot serve this shape or device.
+        ValueError: HOPPER was asked for and cannot serve this shape or device, or another road is given
+            converted experts.
         KernelLibraryError: HOPPER's kernels were not built.
     """
 
@@ -55,6 +53,7 @@ class CudaTransformer:
         with_unembedding: bool = True,
         road: Road | None = None,
         resident_fp8: bool = False,
+        converted: Sequence[ConvertedExperts] | None = None,
     ) -> None:
         self.config = config
         self.device = torch.device(device)
@@ -63,21 +62,23 @@ class CudaTransformer:
             reason = hopper_obstacle(config, self.device)
             if reason is not None:
                 raise ValueError(f"the Hopper kernels cannot run this model: {reason}")
-            skinny.LIBRARY.load()
-            moe_build.LIBRARY.load()
-            prefill_hopper.LIBRARY.load()
+            load_libraries()
+        elif converted is not None:
+            raise ValueError(f"converted experts are of no use to the {self.road} road")
         tensors = collect_parameters(parameters, self.device, skip_unembedding=not with_unembedding)
         self._embedding = tensors.pop("embedding.weight")
         self._norm = tensors.pop("norm.scale").bfloat16()
         self._unembedding = tensors.pop("unembedding.weight") if with_unembedding else None
-        hopper = self.road is Road.HOPPER
-        self._experts: ExpertLayers = (
-            HopperExpertLayers(config, self.device, resident_fp8) if hopper else PortableExpertLayers(config)
-        )
-        self._layers: list[LayerWeights] = []
-        for layer in range(config.num_hidden_layers):
-            self._layers.append(layer_weights(tensors, layer))
-            self._experts.add_layer(layer_experts(tensors, layer))
+        layers = config.num_hidden_layers
+        self._layers = [layer_weights(tensors, layer) for layer in range(layers)]
+        self._experts: ExpertLayers
+        if self.road is Road.HOPPER:
+            self._experts = hopper = HopperExpertLayers(config, self.device, resident_fp8)
+            add_hopper_layers(hopper, tensors, layers, converted)
+        else:
+            self._experts = PortableExpertLayers(config)
+            for layer in range(layers):
+                self._experts.add_layer(layer_experts(tensors, layer))
         if tensors:
             raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
         self._attention = AttentionBlock(config, self.device, self.road)
@@ -141,21 +142,3 @@ class CudaTransformer:
             )
             return skinny.logits(hidden.contiguous(), self._unembedding, out, pdl=True)
         return torch.mm(hidden, self._unembedding.t(), out_dtype=torch.float32)
-
-
-def load_cuda_model(
-    directory: Path,
-    device: torch.device | str = "cuda",
-    with_unembedding: bool = True,
-    resident_fp8: bool = False,
-) -> CudaTransformer:
-    """Read a checkpoint of either layout into the fast model.
-
-    Raises:
-        CheckpointError: see ``open_checkpoint`` and ``read_parameters``.
-        KernelLibraryError: the kernels for this model's shape were not built.
-    """
-    index = open_checkpoint(directory)
-    skip = frozenset[TensorKind]() if with_unembedding else frozenset({TensorKind.UNEMBEDDING})
-    parameters = read_parameters(index, skip)
-    return CudaTransformer(index.config, parameters, device, with_unembedding, resident_fp8=resident_fp8)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from antiphon.kernels.reference import ExpertMatrix
+from antiphon.model.converted_experts import ConvertedExperts
 from antiphon.model.cuda_experts import CheckpointExperts
 from antiphon.protocol.errors import CheckpointError
 
@@ -90,3 +92,43 @@ def layer_experts(tensors: dict[str, Tensor], layer: int) -> CheckpointExperts:
         down=ExpertMatrix(take("mlp.mlp2_weight.blocks"), take("mlp.mlp2_weight.scales")),
         down_bias=take("mlp.mlp2_bias"),
     )
+
+
+def layer_router(tensors: dict[str, Tensor], layer: int) -> tuple[Tensor, Tensor]:
+    """One layer's router weight and bias, taken out of ``tensors``.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    return _take(tensors, layer, "mlp.gate.weight"), _take(tensors, layer, "mlp.gate.bias")
+
+
+class HopperLayers(Protocol):
+    """Layers of experts on the Hopper road."""
+
+    def add_layer(self, experts: CheckpointExperts) -> None:
+        """Convert the next layer."""
+
+    def add_converted(self, gate_weight: Tensor, gate_bias: Tensor, experts: ConvertedExperts) -> None:
+        """Take the next layer as it is computed with."""
+
+
+def add_hopper_layers(
+    layers: HopperLayers,
+    tensors: dict[str, Tensor],
+    count: int,
+    converted: Sequence[ConvertedExperts] | None,
+) -> None:
+    """Give ``layers`` the routers out of ``tensors``, and the experts: converted, or out of them too.
+
+    Raises:
+        CheckpointError: a tensor is missing.
+        ValueError: there are more or fewer converted layers than the model has.
+    """
+    if converted is not None and len(converted) != count:
+        raise ValueError(f"converted experts of {len(converted)} layers for a model of {count}")
+    for layer in range(count):
+        if converted is None:
+            layers.add_layer(layer_experts(tensors, layer))
+        else:
+            layers.add_converted(*layer_router(tensors, layer), converted[layer])

@@ -10,13 +10,12 @@ from torch import Tensor
 from antiphon.kernels import portable_moe
 from antiphon.kernels.moe import build as moe_build
 from antiphon.kernels.moe.decode import MAX_TOKENS, MoeWorkspace, moe_streamed, route_grouped
-from antiphon.kernels.moe.fp8_weights import Fp8Experts
-from antiphon.kernels.moe.mixed import MixedWorkspace, RowExponents, moe_mixed
+from antiphon.kernels.moe.mixed import MixedWorkspace, moe_mixed
 from antiphon.kernels.moe.prefill import Fp8Workspace, moe_fp8
 from antiphon.kernels.moe.regime import streams_4_bit
-from antiphon.kernels.moe.streamed import StreamedExperts
 from antiphon.kernels.router import route
 from antiphon.model.config import GptOssConfig
+from antiphon.model.converted_experts import ConvertedExperts
 from antiphon.model.cuda_experts import CheckpointExperts
 
 
@@ -90,44 +89,41 @@ class HopperRankExperts:
         self.road = "Hopper, resident FP8" if resident_fp8 else "Hopper"
         self.inexact_blocks = self.blocks = 0
         self._routers: list[tuple[Tensor, Tensor]] = []
-        self._streamed: list[StreamedExperts] = []
-        self._exponents: list[RowExponents] = []
-        self._fp8: list[Fp8Experts] = []
+        self._layers: list[ConvertedExperts] = []
         self._workspace = MoeWorkspace(MAX_TOKENS, *self._range)
         self._mixed_workspace: MixedWorkspace | None = None
         self._fp8_workspace: Fp8Workspace | None = None
 
     def add_layer(self, experts: CheckpointExperts) -> None:
         """See ``RankExperts``."""
-        matrices = (experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias)
-        self._routers.append((experts.gate_weight, experts.gate_bias))
-        self._streamed.append(StreamedExperts.from_checkpoint(*matrices))
-        if self._resident_fp8:
-            layer = Fp8Experts.from_checkpoint(*matrices)
-            self._fp8.append(layer)
-            for matrix in (layer.gate_up, layer.down):
-                self.inexact_blocks += matrix.inexact_tiles
-                self.blocks += matrix.tiles
-            return
-        exponents = RowExponents.from_checkpoint(experts.gate_up, experts.down)
-        self._exponents.append(exponents)
-        self.inexact_blocks += exponents.inexact_blocks
-        self.blocks += exponents.blocks
+        self.add_converted(experts.gate_weight, experts.gate_bias, experts.convert(self._resident_fp8))
+
+    def add_converted(self, gate_weight: Tensor, gate_bias: Tensor, experts: ConvertedExperts) -> None:
+        """Take the next layer as it is computed with.
+
+        Raises:
+            ValueError: it has no FP8 tiles, and these layers have.
+        """
+        experts.check(self._resident_fp8)
+        self._routers.append((gate_weight, gate_bias))
+        self._layers.append(experts)
+        inexact, blocks = experts.inexact
+        self.inexact_blocks += inexact
+        self.blocks += blocks
 
     def delta(self, layer: int, normed: Tensor) -> Tensor:
         """See ``RankExperts``."""
         tokens = normed.shape[0]
         gate_weight, gate_bias = self._routers[layer]
+        experts = self._layers[layer]
         if streams_4_bit(tokens, self._config.num_experts):
             routing = route_grouped(normed, gate_weight, gate_bias, self._workspace)
-            return moe_streamed(routing, self._streamed[layer], self._workspace)
+            return moe_streamed(routing, experts.streamed, self._workspace)
         ids, weights = route(normed, gate_weight, gate_bias, self._config.experts_per_token)
-        if self._resident_fp8:
+        if experts.fp8 is not None:
             if self._fp8_workspace is None or self._fp8_workspace.max_tokens < tokens:
                 self._fp8_workspace = Fp8Workspace(tokens, *self._range)
-            return moe_fp8(normed, ids, weights, self._fp8[layer], self._fp8_workspace)
+            return moe_fp8(normed, ids, weights, experts.fp8, self._fp8_workspace)
         if self._mixed_workspace is None or self._mixed_workspace.max_tokens < tokens:
             self._mixed_workspace = MixedWorkspace(tokens, *self._range)
-        return moe_mixed(
-            *(normed, ids, weights, self._streamed[layer], self._exponents[layer]), self._mixed_workspace
-        )
+        return moe_mixed(*(normed, ids, weights, experts.streamed, experts.exponents), self._mixed_workspace)

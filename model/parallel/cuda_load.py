@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -9,11 +10,16 @@ from torch.distributed.distributed_c10d import Store
 
 from antiphon.model.checkpoint.index import open_checkpoint
 from antiphon.model.checkpoint.layout import TensorKind
+from antiphon.model.cuda_load import EXPERT_KINDS
 from antiphon.model.parallel.communicator import Communicator
-from antiphon.model.parallel.cuda_transformer import CudaRankTransformer
+from antiphon.model.parallel.cuda_transformer import CudaRankTransformer, takes_hopper_experts
 from antiphon.model.parallel.layout import ParallelLayout
 from antiphon.model.parallel.load import read_shard
 from antiphon.model.parallel.peer_memory import FusedReduce
+from antiphon.model.weight_cache.load_experts import load_experts
+from antiphon.model.weight_cache.store import WeightCache
+
+_log = logging.getLogger(__name__)
 
 FUSED_ROWS = 64
 """Rows up to which a sum over ranks is one launch over peer memory: half of what a decode step may have."""
@@ -29,6 +35,7 @@ def load_cuda_rank(
     with_unembedding: bool = True,
     resident_fp8: bool = False,
     fused_rows: int = FUSED_ROWS,
+    weight_cache: WeightCache | None = None,
 ) -> CudaRankTransformer:
     """Read one rank's part of a checkpoint of either layout into the fast model.
 
@@ -36,6 +43,7 @@ def load_cuda_rank(
         store: the ranks' meeting place, where they exchange the handles of their memory.
         with_unembedding: False for workers that never sample; their steps have many rows, and no peer memory.
         fused_rows: 0 takes every sum over the communicator.
+        weight_cache: where the experts are kept that this rank converts.
 
     Raises:
         CheckpointError: see ``open_checkpoint`` and ``read_shard``.
@@ -49,9 +57,16 @@ def load_cuda_rank(
     if with_unembedding and fused_rows and communicator.size > 1:
         row_reduce = FusedReduce(store, communicator, fused_rows, index.config.hidden_size, device)
     skip = frozenset[TensorKind]() if with_unembedding else frozenset({TensorKind.UNEMBEDDING})
+    converted = None
+    if takes_hopper_experts(index.config, layout, device):
+        held = layout.shape(index.config).experts
+        loaded = load_experts(index, held, device, resident_fp8=resident_fp8, cache=weight_cache)
+        _log.info("experts %d to %d: %s", held.start, held.stop - 1, loaded.origin)
+        converted, skip = loaded.layers, skip | EXPERT_KINDS
     return CudaRankTransformer(
         *(index.config, layout, communicator, read_shard(index, layout, skip), device),
         row_reduce=row_reduce,
         with_unembedding=with_unembedding,
         resident_fp8=resident_fp8,
+        converted=converted,
     )

@@ -8,7 +8,7 @@ their number alone, so a decode step can be captured in a CUDA graph, by every r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
@@ -24,8 +24,15 @@ from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write, rotation_table
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import GptOssConfig
+from antiphon.model.converted_experts import ConvertedExperts
 from antiphon.model.cuda_roads import hopper_obstacle
-from antiphon.model.cuda_weights import LayerWeights, collect_parameters, layer_experts, layer_weights
+from antiphon.model.cuda_weights import (
+    LayerWeights,
+    add_hopper_layers,
+    collect_parameters,
+    layer_experts,
+    layer_weights,
+)
 from antiphon.model.forward import ForwardBatch, KvLayers
 from antiphon.model.parallel.communicator import Communicator
 from antiphon.model.parallel.cuda_experts import HopperRankExperts, PortableRankExperts, RankExperts
@@ -43,6 +50,11 @@ class RowReduce(Protocol):
         """``residual += sum of x over ranks`` in place, then its RMSNorm, which is returned."""
 
 
+def takes_hopper_experts(config: GptOssConfig, layout: ParallelLayout, device: torch.device) -> bool:
+    """Whether a rank's experts run on the kernels made for Hopper: those dealt out whole, on an H200."""
+    return layout.expert_parallel and device.type == "cuda" and hopper_obstacle(config, device) is None
+
+
 class CudaRankTransformer:
     """One rank; implements ``model.parallel.commands.RankModel``.
 
@@ -56,6 +68,8 @@ class CudaRankTransformer:
         with_unembedding: False leaves the output projection out (prefill workers never sample).
         resident_fp8: where experts are dealt out whole on an H200, hold their FP8 form beside the 4-bit one.
         dtype: bfloat16; float32 where Triton interprets its kernels.
+        converted: this rank's experts of all layers as Hopper's kernels read them, where it takes those (see
+            ``takes_hopper_experts``); their matrices are then not among ``parameters``. None converts those.
 
     Raises:
         CheckpointError: a parameter is missing, surplus or given twice.
@@ -75,6 +89,7 @@ class CudaRankTransformer:
         with_unembedding: bool = True,
         resident_fp8: bool = False,
         dtype: torch.dtype = torch.bfloat16,
+        converted: Sequence[ConvertedExperts] | None = None,
     ) -> None:
         if (communicator.rank, communicator.size) != (layout.rank, layout.tensor_parallel):
             raise ConfigError(
@@ -93,11 +108,8 @@ class CudaRankTransformer:
         self._embedding = tensors.pop("embedding.weight")
         self._norm = tensors.pop("norm.scale")
         self._unembedding = tensors.pop("unembedding.weight") if with_unembedding else None
-        self._experts = self._make_experts(resident_fp8)
-        self._layers: list[LayerWeights] = []
-        for layer in range(config.num_hidden_layers):
-            self._layers.append(layer_weights(tensors, layer))
-            self._experts.add_layer(layer_experts(tensors, layer))
+        self._layers = [layer_weights(tensors, layer) for layer in range(config.num_hidden_layers)]
+        self._experts = self._make_experts(tensors, converted, resident_fp8)
         if tensors:
             raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
         inv_freq, concentration = reference.yarn_inv_freq(
@@ -111,10 +123,23 @@ class CudaRankTransformer:
         self._rotation = rotation_table(inv_freq.to(device), concentration, config.max_context_tokens)
         self._decode_attention: dict[int, DecodeAttention] = {}
 
-    def _make_experts(self, resident_fp8: bool) -> RankExperts:
-        if self._on_hopper and self.layout.expert_parallel:
-            return HopperRankExperts(self.config, self.shape.experts, self.device, resident_fp8)
-        return PortableRankExperts(self.config, self.shape.experts)
+    def _make_experts(
+        self,
+        tensors: dict[str, Tensor],
+        converted: Sequence[ConvertedExperts] | None,
+        resident_fp8: bool,
+    ) -> RankExperts:
+        layers = self.config.num_hidden_layers
+        if takes_hopper_experts(self.config, self.layout, self.device):
+            hopper = HopperRankExperts(self.config, self.shape.experts, self.device, resident_fp8)
+            add_hopper_layers(hopper, tensors, layers, converted)
+            return hopper
+        if converted is not None:
+            raise ValueError(f"converted experts are of no use to {self.layout.name} on {self.device}")
+        portable = PortableRankExperts(self.config, self.shape.experts)
+        for layer in range(layers):
+            portable.add_layer(layer_experts(tensors, layer))
+        return portable
 
     @property
     def road(self) -> str:
