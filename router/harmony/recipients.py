@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from antiphon.router.harmony.repairs import Repair
 
+NAMESPACE = "functions."
+"""What the format puts before the name of a request's own function."""
 _FUNCTIONS_PREFIX = re.compile(r"(?:functions?)+[.:/]+", re.IGNORECASE)
 _OTHER_PREFIX = re.compile(
     r"(?:(?:tools?|default|default_api|api|assistant)?[.:/]+|functions?_)", re.IGNORECASE
@@ -61,11 +63,13 @@ def function_of(recipient: str, names: frozenset[str] | None) -> FunctionRecipie
     """
     if names is not None and recipient in names:
         return FunctionRecipient(recipient, Repair.RECIPIENT_BARE)
+    if names is not None and recipient.startswith(NAMESPACE) and recipient.removeprefix(NAMESPACE) in names:
+        return FunctionRecipient(recipient.removeprefix(NAMESPACE))
     prefix = _FUNCTIONS_PREFIX.match(recipient)
     if prefix is None:
         return _bare_function(recipient, names)
     name = recipient[prefix.end() :]
-    spelling = None if prefix.group() == "functions." else Repair.RECIPIENT_SPELLING
+    spelling = None if prefix.group() == NAMESPACE else Repair.RECIPIENT_SPELLING
     if names is None:
         name = re.sub(r"[^\w)\]}-]+$", "", name)
         return FunctionRecipient(name, spelling) if name else None
