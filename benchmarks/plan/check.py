@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from antiphon.benchmarks.plan.cost_model import CostModel
 from antiphon.benchmarks.plan.planner import Plan, Targets, handover
-from antiphon.benchmarks.plan.simulation import Cluster, Outcome, Simulation, StepTime, requests_at
+from antiphon.benchmarks.plan.simulation import (
+    Cluster,
+    Outcome,
+    Patience,
+    Request,
+    Simulation,
+    StepTime,
+    requests_at,
+)
 from antiphon.benchmarks.records import Layout
 from antiphon.benchmarks.serve.arrivals import Arrivals, GammaGaps, Modulated
 from antiphon.benchmarks.serve.lengths import Fixed, Lengths, LogNormal
@@ -19,7 +27,9 @@ from antiphon.benchmarks.serve.statistics import Summary
 MOST_REQUESTS = 200_000
 """Requests of one scenario: of a large load a shorter time says as much."""
 GROWTH_REQUESTS = 20_000
-"""Requests of one simulation while a larger plan is looked for."""
+"""Requests of one simulation while a larger plan is looked for, and at least."""
+LONGEST_WARMUP_S, STAYS = 30.0, 4.0
+"""A simulated deployment is warm after so many stays of a request, or after the first of the two."""
 LARGEST_GROWTH = 4.0
 
 
@@ -57,27 +67,40 @@ def check(
     *,
     scenarios: Sequence[Scenario] = SCENARIOS,
     duration_s: float = 300.0,
-    warmup_s: float = 30.0,
+    warmup_s: float = LONGEST_WARMUP_S,
     seed: int = 0,
 ) -> list[Checked]:
     """Simulate the scenarios; of loads of many requests a second, a shorter time than asked for."""
-    targets = plan.targets
-    enough_s = max(2 * warmup_s, MOST_REQUESTS / targets.requests_per_s)
+    enough_s = max(2 * warmup_s, MOST_REQUESTS / plan.targets.requests_per_s)
     duration_s = min(duration_s, enough_s)
-    cluster = cluster_of(model, plan)
-    found = []
-    for scenario in scenarios:
-        inputs, outputs = _lengths(targets, scenario.mixed)
-        times = scenario.arrivals(targets.requests_per_s).times(random.Random(seed))
-        requests = requests_at(times, duration_s, inputs.draw, outputs.draw, seed)
-        outcome = Simulation(cluster, warmup_s).run(requests)
-        ttft_s, itl_s = (
-            at_quantile(outcome.ttft, targets.quantile),
-            at_quantile(outcome.itl, targets.quantile),
-        )
-        holds = outcome.requests > 0 and ttft_s <= targets.ttft_s and itl_s <= targets.itl_s
-        found.append(Checked(scenario.name, outcome, ttft_s, itl_s, holds))
-    return found
+    return [
+        judged(plan, scenario, Simulation(cluster_of(model, plan), warmup_s).run(requests))
+        for scenario in scenarios
+        for requests in [_load(plan.targets, scenario, duration_s, seed)]
+    ]
+
+
+def judged(plan: Plan, scenario: Scenario, outcome: Outcome) -> Checked:
+    """A scenario's outcome against the plan's targets."""
+    targets = plan.targets
+    ttft_s, itl_s = (
+        at_quantile(outcome.ttft, targets.quantile),
+        at_quantile(outcome.itl, targets.quantile),
+    )
+    kept = outcome.requests > 0 and ttft_s <= targets.ttft_s and itl_s <= targets.itl_s
+    return Checked(scenario.name, outcome, ttft_s, itl_s, kept and not outcome.given_up)
+
+
+def warmup_of(plan: Plan, duration_s: float) -> float:
+    """How long a simulation of ``duration_s`` runs before it counts: until the deployment has filled."""
+    stay_s = plan.targets.ttft_s + plan.targets.output_tokens * plan.decode.step_s
+    return min(LONGEST_WARMUP_S, duration_s / 5, STAYS * stay_s)
+
+
+def _load(targets: Targets, scenario: Scenario, duration_s: float, seed: int) -> Iterable[Request]:
+    inputs, outputs = _lengths(targets, scenario.mixed)
+    times = scenario.arrivals(targets.requests_per_s).times(random.Random(seed))
+    return requests_at(times, duration_s, inputs.draw, outputs.draw, seed)
 
 
 def cluster_of(model: CostModel, plan: Plan) -> Cluster:
@@ -146,13 +169,20 @@ def grown(
 ) -> Plan | None:
     """The plan with more workers, so that ``scenario`` holds; None when four times as many do not do.
 
-    First both pools by one factor, then each is cut back on its own. Of large loads less time is simulated.
+    First both pools by one factor, then each is cut back on its own. Of large loads less time is simulated,
+    of the largest a slice; all candidates get the same requests, and one that has failed for certain is left
+    at once.
     """
-    enough_s = max(4 * warmup_s, GROWTH_REQUESTS / plan.targets.requests_per_s)
+    targets, slices = plan.targets, slices_of(plan, warmup_s)
+    length_s = min(duration_s, max(4 * warmup_s, GROWTH_REQUESTS / targets.requests_per_s))
+    load = replace(targets, requests_per_s=targets.requests_per_s / slices)
+    drawn = [(r.arrives_s, r.input_tokens, r.output_tokens) for r in _load(load, scenario, length_s, 0)]
+    counted = sum(arrives_s >= warmup_s for arrives_s, _, _ in drawn)
+    patience = Patience(targets.ttft_s, math.ceil((1 - targets.quantile) * counted))
 
     def holds(candidate: Plan) -> bool:
-        length_s = min(duration_s, enough_s)
-        return check(model, candidate, scenarios=[scenario], duration_s=length_s, warmup_s=warmup_s)[0].holds
+        simulation = Simulation(_slice(cluster_of(model, candidate), slices), warmup_s, patience)
+        return judged(candidate, scenario, simulation.run(Request(*each) for each in drawn)).holds
 
     def scaled(prefill: float, decode: float) -> Plan:
         first, second = plan.prefill, plan.decode
@@ -170,10 +200,21 @@ def grown(
     return scaled(prefill, decode)
 
 
+def slices_of(plan: Plan, warmup_s: float) -> int:
+    """Into how many equal parts a plan is cut so that one part's simulation stays short."""
+    return math.ceil(4 * warmup_s * plan.targets.requests_per_s / MOST_REQUESTS)
+
+
+def _slice(cluster: Cluster, slices: int) -> Cluster:
+    """One of equal parts; what does not divide is left out, which errs on the safe side."""
+    prefill, decode = (max(1, n // slices) for n in (cluster.prefill_workers, cluster.decode_workers))
+    return replace(cluster, prefill_workers=prefill, decode_workers=decode)
+
+
 def _least_factor(high: float, holds: Callable[[float], bool]) -> float:
-    """Smallest factor from 1 to ``high`` that holds, to a twentieth; ``high`` is known to."""
+    """Smallest factor from 1 to ``high`` that holds, to a twentieth of it; ``high`` is known to."""
     low = 1.0
-    while high - low > 0.05:
+    while high - low > 0.05 * low:
         middle = (low + high) / 2
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high

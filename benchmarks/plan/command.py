@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from antiphon.benchmarks import records
-from antiphon.benchmarks.plan.check import SCENARIOS, Checked, check, grown
+from antiphon.benchmarks.plan.check import SCENARIOS, Checked, check, grown, warmup_of
 from antiphon.benchmarks.plan.cost_model import CostModel, build
 from antiphon.benchmarks.plan.fit import Errors
 from antiphon.benchmarks.plan.planner import Plan, Targets, plans
@@ -47,7 +47,7 @@ def run_command(
     larger: Plan | None = None
     if simulate:
         with Console(stderr=True).status("simulating") if sys.stderr.isatty() else console.capture():
-            warmup_s = min(30.0, duration_s / 5)
+            warmup_s = warmup_of(found[0], duration_s)
             checked = check(model, found[0], duration_s=duration_s, warmup_s=warmup_s)
             if not all(each.holds for each in checked):
                 last = next(

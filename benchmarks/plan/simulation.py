@@ -66,6 +66,14 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Patience:
+    """When a simulation has seen enough: more than ``late`` requests had a TTFT above ``ttft_s``."""
+
+    ttft_s: float
+    late: int
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of a load, warm-up left out."""
 
@@ -80,6 +88,8 @@ class Outcome:
     """Mean share of places in use."""
     output_tokens_per_s: float
     simulated_s: float
+    given_up: bool = False
+    """Whether it ended early, out of patience: all figures are of what came before."""
 
 
 @dataclass(slots=True)
@@ -132,8 +142,10 @@ class _Room:
 class Simulation:
     """Runs requests through a cluster."""
 
-    def __init__(self, cluster: Cluster, warmup_s: float = 0.0) -> None:
+    def __init__(self, cluster: Cluster, warmup_s: float = 0.0, patience: Patience | None = None) -> None:
         self._cluster, self._warmup_s = cluster, warmup_s
+        self._longest_ttft_s = math.inf if patience is None else patience.ttft_s
+        self._patience = math.inf if patience is None else patience.late
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
         self._decodes = [_Decode(index) for index in range(cluster.decode_workers)]
@@ -149,10 +161,13 @@ class Simulation:
         """Whether requests still arrive; the emptying afterwards is left out of the rates."""
 
     def run(self, requests: Iterable[Request]) -> Outcome:
-        """Simulate until every request has been answered; ``requests`` come in the order of arrival."""
+        """Simulate until every request has been answered, or patience ends.
+
+        ``requests`` come in the order of arrival.
+        """
         arrivals = iter(requests)
         self._next_arrival(arrivals)
-        while self._events:
+        while self._events and self._patience >= 0:
             self._now, _, act = heapq.heappop(self._events)
             act(self._now)
         return self._outcome()
@@ -219,6 +234,8 @@ class Simulation:
         worker.step_s = self._cluster.step_s(len(worker.running), worker.context)
         for request in entering:
             request.first_s = now + worker.step_s
+            if request.ttft_s > self._longest_ttft_s and request.arrives_s >= self._warmup_s:
+                self._patience -= 1
         self._plan_change(worker, now + (worker.running[0][0] - worker.steps) * worker.step_s)
 
     def _plan_change(self, worker: _Decode, when_s: float) -> None:
@@ -273,6 +290,7 @@ class Simulation:
             decode_utilisation=self._batch_seconds / (span_s * places),
             output_tokens_per_s=self._tokens / span_s,
             simulated_s=self._now,
+            given_up=self._patience < 0,
         )
 
 

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from antiphon.benchmarks.plan.check import SCENARIOS, check, step_times
+from antiphon.benchmarks.plan.check import (
+    SCENARIOS,
+    check,
+    cluster_of,
+    grown,
+    judged,
+    slices_of,
+    step_times,
+    warmup_of,
+)
 from antiphon.benchmarks.plan.cost_model import build
 from antiphon.benchmarks.plan.planner import Targets, plans
 from antiphon.benchmarks.plan.queueing import mean_wait_md1_s
-from antiphon.benchmarks.plan.simulation import Cluster, Request, Simulation, requests_at, weighted_summary
+from antiphon.benchmarks.plan.simulation import (
+    Cluster,
+    Patience,
+    Request,
+    Simulation,
+    requests_at,
+    weighted_summary,
+)
 from antiphon.benchmarks.records import Layout
 from antiphon.benchmarks.serve.arrivals import GammaGaps
 
@@ -122,6 +139,47 @@ def test_step_times_are_those_of_the_cost_model() -> None:
         assert step_s(batch, batch * context) == pytest.approx(
             model.decode_step_s(layout, batch, context), rel=1e-6
         )
+
+
+def test_a_simulation_without_patience_ends_early_and_holds_nothing() -> None:
+    model = build("gpt-oss-20b", [])
+    plan = plans(model, Targets(0.5, 0.01, 2000, 200, 20))[0]
+    requests = [Request(index * 1e-3, 2000, 200) for index in range(400)]
+    whole = Simulation(cluster_of(model, plan)).run(Request(r.arrives_s, 2000, 200) for r in requests)
+    assert (whole.ttft.p50 or 0.0) > 0.5  # the load is meant to be too much
+    short = Simulation(cluster_of(model, plan), patience=Patience(0.5, 20)).run(requests)
+    assert short.given_up
+    assert not whole.given_up
+    assert short.simulated_s < 0.7 * whole.simulated_s
+    assert not judged(plan, SCENARIOS[0], short).holds
+
+
+def test_patience_changes_nothing_where_targets_hold() -> None:
+    load = list(poisson(50.0, 40.0, outputs=40))
+    outcomes = [
+        Simulation(cluster(), 5.0, patience).run(Request(r.arrives_s, 10, 40) for r in load)
+        for patience in (None, Patience(10.0, 0))
+    ]
+    assert outcomes[0] == outcomes[1]
+
+
+def test_of_the_largest_loads_a_slice_says_how_many_workers_hold_them() -> None:
+    model = build("gpt-oss-20b", [])
+    small = plans(model, Targets(0.5, 0.01, 2000, 20, 60))[0]
+    large = replace(
+        small,
+        targets=replace(small.targets, requests_per_s=60.0 * 400),
+        prefill=replace(small.prefill, workers=small.prefill.workers * 400),
+        decode=replace(small.decode, workers=small.decode.workers * 400),
+    )
+    warmup_s = warmup_of(large, 60.0)
+    assert warmup_s < 5.0
+    assert slices_of(small, warmup_s) == 1
+    assert slices_of(large, warmup_s) > 1
+    found = grown(model, large, SCENARIOS[2], duration_s=4.0, warmup_s=0.5)
+    assert found is not None
+    assert large.prefill.workers <= found.prefill.workers <= 4 * large.prefill.workers
+    assert large.decode.workers <= found.decode.workers <= 4 * large.decode.workers
 
 
 def test_thousands_of_gpus_are_simulated_request_by_request() -> None:
