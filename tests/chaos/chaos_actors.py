@@ -11,6 +11,7 @@ import time
 from collections import Counter
 
 from chaos_network import enter
+from chaos_plan import WRITE_DUE
 from chaos_strikes import Strikes, decode_tables, prefill_tables, router_tables
 
 from antiphon.cluster.actors import DecodeActor, PrefillActor, RouterActor, WorkerActor
@@ -87,7 +88,10 @@ class ChaosPrefill(_InNamespace, PrefillActor):
     """A prefill worker."""
 
     def _start(self, topology: Topology) -> WorkerAddress:
+        from antiphon.prefill_worker.dispatch import PrefillDispatch
+
         self.strikes.watch_all(prefill_tables())
+        self.strikes.watch_call(WRITE_DUE, PrefillDispatch, "_ship")
         return super()._start(topology)
 
     async def states(self) -> dict[str, int]:

@@ -111,6 +111,10 @@ class Failed(Exception):
     """The service gave up on a request; the message is the error's code."""
 
 
+class HungUp(Exception):
+    """The client left."""
+
+
 class Client:
     """Sends requests one after another until the budget is used up."""
 
@@ -127,6 +131,12 @@ class Client:
         self._index = index
         self._cases, self._reference = cases, reference
         self._urls, self._tally = urls, tally
+        self._asking: asyncio.Task[Answer] | None = None
+
+    def hang_up(self) -> None:
+        """Leave the request that is under way, if one is."""
+        if self._asking is not None:
+            self._asking.cancel()
 
     async def run(self, http: httpx.AsyncClient, take: Callable[[], bool]) -> None:
         """Until ``take`` says that enough was asked."""
@@ -162,8 +172,8 @@ class Client:
             url = rng.choice(self._urls())
             try:
                 async with asyncio.timeout(leaves_after):
-                    answer = await ask(http, url, body)
-            except TimeoutError:
+                    answer = await self._ask(http, url, body)
+            except (TimeoutError, HungUp):
                 return "left"
             except Refused as refusal:
                 self._tally.refusals[str(refusal)] += 1
@@ -180,6 +190,18 @@ class Client:
                 return "failed"
             else:
                 return self._judge(which, answer)
+
+    async def _ask(self, http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
+        """``ask``, which ``hang_up`` ends; raises HungUp then."""
+        self._asking = asyncio.create_task(ask(http, url, body))
+        try:
+            await asyncio.wait({self._asking})
+            if self._asking.cancelled():
+                raise HungUp
+            return self._asking.result()
+        finally:
+            self._asking.cancel()
+            self._asking = None
 
     def _judge(self, which: int, answer: Answer) -> str:
         reference = self._reference[which]

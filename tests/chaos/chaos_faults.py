@@ -1,4 +1,4 @@
-"""What goes wrong during a run, and when: drawn from the seed, aimed at the states hit least so far."""
+"""Injects the faults of a plan into a running deployment, several at a time on different processes."""
 
 from __future__ import annotations
 
@@ -7,85 +7,50 @@ import os
 import random
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import psutil
 from chaos_network import Network
+from chaos_plan import (
+    BY_A_STOPPED_WRITER,
+    BY_HANGING_UP,
+    CONTROL_CUT,
+    CUT,
+    KILL,
+    LONG_CUT,
+    LONG_STOP,
+    SHORT_STOP,
+    STALE_WRITER,
+    WRITE_DUE,
+    Aims,
+    Record,
+    Struck,
+    plan_of,
+)
 
 from antiphon.cluster.member import Member, MemberState
 from antiphon.cluster.supervisor import Supervisor
 from antiphon.protocol.identity import Role
 
-KILL, LONG_STOP, SHORT_STOP, CUT, LONG_CUT = "kill", "long stop", "short stop", "cut", "long cut"
-STALE_WRITER = "stale writer"
-"""A shorter stop of a prefill worker at the moment at which it may write: when it goes on, its first act is a
-write into pages that the decode worker has given up on meanwhile."""
-SHARES = {KILL: 22, LONG_STOP: 11, SHORT_STOP: 10, CUT: 9, LONG_CUT: 4, STALE_WRITER: 20}
-"""Faults of each kind in a run of full length."""
 LONGEST_PAUSE_S = 8.0
 AIM_S = 4.0
 """How long a fault waits for a request to enter the state it is aimed at before it strikes anyway."""
-
 LONG_AIM_S = 10.0
-"""The same for a state that requests rarely enter."""
-MOST_EXTRA = 40
-"""Faults after the plan, for states that were not hit."""
-RARE = ("sequence preempted", "receive stopping", "receive abandoned", "job ending", "request placing")
-
-PROVOKED = {
-    "receive stopping": (Role.PREFILL, "job granted", signal.SIGSTOP),
-    "receive abandoned": (Role.PREFILL, "job granted", signal.SIGSTOP),
-    "job ending": (Role.DECODE, "receive receiving", signal.SIGKILL),
-}
-"""States that only trouble at a peer leads to: whom to strike, in which state, with what."""
-
-TABLES: dict[Role, tuple[str, ...]] = {
-    Role.ROUTER: tuple(
-        f"request {state}" for state in ("queued", "placing", "reserving", "prefilling", "decoding", "ended")
-    ),
-    Role.PREFILL: (
-        *(f"job {state}" for state in ("queued", "announced", "granted", "shipped", "ending")),
-        *(f"sequence {state}" for state in ("queued", "prefilling", "pinned", "finished")),
-    ),
-    Role.DECODE: (
-        *(f"receive {state}" for state in ("reserved", "receiving", "stopping", "abandoned")),
-        *(f"sequence {state}" for state in ("queued", "reserved", "running", "preempted", "finished")),
-    ),
-}
-"""Every state that a request can be in, by the process that keeps the table."""
-
-
-@dataclass(frozen=True, slots=True)
-class Struck:
-    """One fault that happened."""
-
-    kind: str
-    victim: str
-    state: str | None
-    """The state that a request was just entering; None when the fault struck without waiting for one."""
-    began_s: float
-    ended_s: float
-    died: bool
-
-
-@dataclass(slots=True)
-class Record:
-    """All faults of a run. Times are seconds since it began."""
-
-    struck: list[Struck] = field(default_factory=list)
-    hits: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(role and state, kind of fault) -> how often."""
-
-    def count(self, kind: str) -> int:
-        """Faults of a kind."""
-        return sum(one.kind == kind for one in self.struck)
+"""The same for a state that requests rarely enter, and for faults that strike nobody who is not in it."""
+RETRY_S = 0.2
+MOST_EXTRA = 16
+"""Faults of each role after the plan, for states that were not hit."""
+ALONE = 0.005
+"""Chance, five times a second, that a fault takes the last free process of a role."""
+HANG_UP_S, HANG_UP_SHARE = 0.7, 0.3
+"""How often, while a fault waits for a client to leave, how many of them do."""
+CONTROL_CUT_PATIENCE_S = 20.0
+"""Beyond its lease, until a worker that the supervisor cannot reach must be gone."""
 
 
 class Faults:
-    """Injects a plan of faults into a running deployment."""
+    """One run's faults, drawn from its seed, aimed at the states hit least so far."""
 
     def __init__(
         self,
@@ -93,21 +58,23 @@ class Faults:
         actors: dict[str, Any],
         network: Network,
         rng: random.Random,
+        hang_up: Callable[[float], None],
         *,
         lease_s: float,
         began: float,
     ) -> None:
+        """``hang_up`` lets a share of the clients leave at once."""
         self._supervisor = supervisor
         self._actors = actors
         self._network = network
         self._rng = rng
+        self._hang_up = hang_up
         self._lease_s = lease_s
         self._began = began
         self._busy: set[str] = set()
-        self._aimed: Counter[tuple[Role, str]] = Counter()
-        """How often a fault waited for this state."""
-        self._provoked: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self.record = Record()
+        self._aims = Aims(self.record, rng)
 
     async def run(self, scale: float, progress: Callable[[], float]) -> None:
         """Every fault of the plan, spread over the run, several under way at a time.
@@ -115,9 +82,7 @@ class Faults:
         ``progress`` is the share of the requests that have ended. A fault waits for its share of them, but
         not for ever: requests may be waiting for just this process to come back.
         """
-        least = 1 if scale > 0 else 0
-        plan = [kind for kind, share in SHARES.items() for _ in range(max(least, round(share * scale)))]
-        self._rng.shuffle(plan)
+        plan = plan_of(scale, self._rng)
         async with asyncio.TaskGroup() as group:
             for index, kind in enumerate(plan):
                 group.create_task(self._strike(kind))
@@ -127,151 +92,195 @@ class Faults:
                         break
                     await asyncio.sleep(0.1)
         if scale >= 1:
-            await self._reach_every_state()
+            await asyncio.gather(*(self._reach_every_state_of(role) for role in Role))
 
-    async def _reach_every_state(self) -> None:
+    async def _reach_every_state_of(self, role: Role) -> None:
         """Shorter stops, aimed at the states that no fault has hit."""
         for _ in range(MOST_EXTRA):
-            hit = {where for where, _ in self.record.hits}
-            missed = [(r, s) for r, states in TABLES.items() for s in states if f"{r}: {s}" not in hit]
+            missed = [state for of_role, state in self.record.missed() if of_role is role]
+            free = self._free(role)
             if not missed:
                 return
-            await self._stop_at(*self._rng.choice(missed))
-
-    async def _stop_at(self, role: Role, state: str) -> None:
-        """A shorter stop of a process of this role as a request enters this state; none if none does."""
-        running = [
-            m for m in self._supervisor.members if m.state is MemberState.RUNNING and m.spec.role is role
-        ]
-        running = [m for m in running if m.spec.worker_id not in self._busy]
-        if not running:
-            await asyncio.sleep(1.0)
-            return
-        member = self._rng.choice(running)
-        self._busy.add(member.spec.worker_id)
-        try:
-            await self._hit(SHORT_STOP, member, state)
-        finally:
-            self._busy.discard(member.spec.worker_id)
+            if free:
+                await self._hit(SHORT_STOP, free, self._rng.choice(missed), only_if_aimed=True)
+            else:
+                await asyncio.sleep(1.0)
 
     async def _strike(self, kind: str) -> None:
         if kind in (CUT, LONG_CUT):
             await self._cut(kind)
-            return
-        if kind == STALE_WRITER:
-            await self._stop_at(Role.PREFILL, "job granted")
-            return
-        member = await self._choose()
-        name = member.spec.worker_id
-        self._busy.add(name)
-        try:
-            await self._hit(kind, member)
-        finally:
-            self._busy.discard(name)
+        elif kind == CONTROL_CUT:
+            await self._cut_control()
+        elif kind == STALE_WRITER:
+            await self._until(lambda: self._stop_writer(hang_up=True))
+        else:
+            await self._until(lambda: self._hit_somebody(kind))
 
-    async def _choose(self) -> Member:
-        """A running process that nothing else is happening to; the last of its role only now and then."""
+    async def _until(self, attempt: Callable[[], Awaitable[bool]]) -> None:
         while True:
-            free = [
-                member
-                for member in self._supervisor.members
-                if member.state is MemberState.RUNNING and member.spec.worker_id not in self._busy
-            ]
-            role = self._rng.choices((Role.ROUTER, Role.PREFILL, Role.DECODE), (1, 2, 2))[0]
-            of_role = [member for member in free if member.spec.role is role]
-            if len(of_role) > 1 or (of_role and self._rng.random() < 0.1):
-                return self._rng.choice(of_role)
-            await asyncio.sleep(0.2)
-
-    async def _hit(self, kind: str, member: Member, state: str | None = None) -> None:
-        """Strike as a request enters ``state``; absent, the one that was aimed at least so far."""
-        name, role = member.spec.worker_id, member.spec.role
-        extra = state is not None
-        state = state or min(TABLES[role], key=lambda s: (self._aimed[role, s], self._rng.random()))
-        self._aimed[role, state] += 1
-        number = signal.SIGKILL if kind == KILL else signal.SIGSTOP
-        if state in PROVOKED:
-            await self._provoke(*PROVOKED[state])
-        actor = self._actors[name]
-        try:
-            process = psutil.Process(await actor.pid())
-            await actor.arm(state, int(number))
-        except Exception:  # another fault was faster
-            return
-        aimed = await self._struck(process, LONG_AIM_S if extra or state in RARE else AIM_S)
-        began = self._now()
-        if extra and not aimed:
-            await self._disarm(name)
-            return
-        if not aimed:
-            _send(process.pid, number)
-        if kind == LONG_STOP:
-            await asyncio.sleep(self._lease_s + 1.0)
-        elif kind == SHORT_STOP:
-            await asyncio.sleep(self._rng.uniform(0.6 if extra else 0.3, 0.8) * self._lease_s)
-        if kind != KILL:
-            _send(process.pid, signal.SIGCONT)
-        await asyncio.sleep(0.1)
-        died = not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-        if aimed:
-            self.record.hits[f"{role}: {state}", kind] += 1
-        self.record.struck.append(Struck(kind, name, state if aimed else None, began, self._now(), died))
-
-    async def _disarm(self, name: str) -> None:
-        try:
-            await self._actors[name].disarm()
-        except Exception:  # it is dead or stopped: the strike came after all
-            return
-
-    async def _provoke(self, role: Role, state: str, number: signal.Signals) -> None:
-        """A fault at a peer, which lasts while the one that it leads up to is under way."""
-        others = [
-            m for m in self._supervisor.members if m.spec.role is role and m.state is MemberState.RUNNING
-        ]
-        others = [m for m in others if m.spec.worker_id not in self._busy]
-        if not others:
-            return
-        name = self._rng.choice(others).spec.worker_id
-        self._busy.add(name)
-        try:
-            process = psutil.Process(await self._actors[name].pid())
-            await self._actors[name].arm(state, int(number))
-        except Exception:  # another fault was faster
-            self._busy.discard(name)
-            return
-        task = asyncio.create_task(self._finish_provoked(role, name, state, number, process))
-        self._provoked.add(task)
-        task.add_done_callback(self._provoked.discard)
-
-    async def _finish_provoked(
-        self, role: Role, name: str, state: str, number: signal.Signals, process: psutil.Process
-    ) -> None:
-        try:
-            if not await self._struck(process, AIM_S):
-                await self._actors[name].disarm()
+            if await attempt():
                 return
-            began = self._now()
-            kind = KILL
-            if number is signal.SIGSTOP:
-                kind = SHORT_STOP
-                await asyncio.sleep(0.8 * self._lease_s)
-                _send(process.pid, signal.SIGCONT)
-            self.record.hits[f"{role}: {state}", kind] += 1
-            self.record.struck.append(Struck(kind, name, state, began, self._now(), kind == KILL))
-        finally:
-            self._busy.discard(name)
+            await asyncio.sleep(RETRY_S)
 
-    async def _struck(self, process: psutil.Process, aim_s: float) -> bool:
-        """Whether the armed signal came in time."""
+    # ----------------------------------------------------------------------------------------- whom to strike
+
+    def _free(self, role: Role) -> list[Member]:
+        """Running processes of a role that nothing else is happening to."""
+        return [
+            member
+            for member in self._supervisor.members
+            if member.spec.role is role
+            and member.state is MemberState.RUNNING
+            and member.spec.worker_id not in self._busy
+        ]
+
+    async def _choose(self, roles: Sequence[Role] = tuple(Role)) -> tuple[list[Member], str]:
+        """A state to aim at, and the free processes that keep its table; seldom the last one of a role."""
+        while True:
+            free = {role: self._free(role) for role in roles}
+            open_to = [
+                role
+                for role, members in free.items()
+                if len(members) > 1 or (members and self._rng.random() < ALONE)
+            ]
+            if open_to:
+                role, state = self._aims.next_of(open_to)
+                return free[role], state
+            await asyncio.sleep(RETRY_S)
+
+    # ----------------------------------------------------------------------------------------------- signals
+
+    async def _hit(
+        self, kind: str, members: Sequence[Member], state: str, *, only_if_aimed: bool = False
+    ) -> bool:
+        """Strike the first of these processes in which a request enters ``state``.
+
+        When none does in time, one of them is struck all the same, or none ``only_if_aimed``. Whether the
+        fault is done with: False when other faults were faster.
+        """
+        number = signal.SIGKILL if kind == KILL else signal.SIGSTOP
+        names = [member.spec.worker_id for member in members]
+        role = members[0].spec.role
+        self._busy.update(names)
+        try:
+            trap = await self._set_trap(names, state, number)
+            if not trap:
+                return False
+            patient = only_if_aimed or state in BY_HANGING_UP or state in BY_A_STOPPED_WRITER
+            provoking = asyncio.create_task(self._provoke(state))
+            victim = await self._sprung(trap, LONG_AIM_S if patient else AIM_S)
+            provoking.cancel()
+            aimed = victim is not None
+            await self._release(trap, victim, role, state)
+            if victim is None:
+                if only_if_aimed:
+                    return True
+                victim = self._rng.choice(sorted(trap))
+                _send(trap[victim].pid, number)
+            self._busy.difference_update(set(names) - {victim})
+            await self._last(kind, victim, trap[victim], role, state if aimed else None)
+            return True
+        finally:
+            self._busy.difference_update(names)
+
+    async def _hit_somebody(self, kind: str) -> bool:
+        members, state = await self._choose()
+        return await self._hit(kind, members, state)
+
+    async def _last(
+        self, kind: str, name: str, process: psutil.Process, role: Role, state: str | None
+    ) -> None:
+        """Let a fault that has struck last as long as its kind does, and note it."""
+        began = self._now()
+        try:
+            if kind == LONG_STOP:
+                await asyncio.sleep(self._lease_s + 1.0)
+            elif kind in (SHORT_STOP, STALE_WRITER):
+                await asyncio.sleep(self._rng.uniform(0.6, 0.8) * self._lease_s)
+        finally:
+            if kind != KILL:
+                _send(process.pid, signal.SIGCONT)
+        await asyncio.sleep(0.1)
+        if state is not None:
+            self.record.hits[f"{role}: {state}", kind] += 1
+        self.record.struck.append(Struck(kind, name, state, began, self._now(), _gone(process)))
+
+    async def _stop_writer(self, *, hang_up: bool) -> bool:
+        """Stop a prefill worker that is about to write, for less than its lease; whether one was."""
+        members = self._free(Role.PREFILL)
+        names = [member.spec.worker_id for member in members]
+        self._busy.update(names)
+        try:
+            trap = await self._set_trap(names, WRITE_DUE, signal.SIGSTOP)
+            victim = await self._sprung(trap, LONG_AIM_S)
+            if hang_up and victim is not None:
+                self._hang_up(0.5)
+            await self._release(trap, victim, Role.PREFILL, WRITE_DUE)
+            if victim is None:
+                return False
+            self._busy.difference_update(set(names) - {victim})
+            # Its job was granted, and nothing of it is written.
+            await self._last(STALE_WRITER, victim, trap[victim], Role.PREFILL, "job granted")
+            return True
+        finally:
+            self._busy.difference_update(names)
+
+    async def _set_trap(self, names: Iterable[str], state: str, number: int) -> dict[str, psutil.Process]:
+        """Let a signal strike each of these processes when a request enters a state; those where it will."""
+        trap = {}
+        for name in names:
+            try:
+                process = psutil.Process(await self._actors[name].pid())
+                await self._actors[name].arm(state, int(number))
+            except Exception:  # another fault was faster
+                continue
+            trap[name] = process
+        return trap
+
+    async def _sprung(self, trap: dict[str, psutil.Process], aim_s: float) -> str | None:
+        """The first process of a trap that was struck; None when none was in time."""
         deadline = time.monotonic() + aim_s
         while time.monotonic() < deadline:
-            try:
-                if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-                    return True
-            except psutil.NoSuchProcess:
-                return True
+            for name, process in trap.items():
+                if _stopped(process) or _gone(process):
+                    return name
             await asyncio.sleep(0.02)
-        return False
+        return None
+
+    async def _release(
+        self, trap: dict[str, psutil.Process], victim: str | None, role: Role, state: str
+    ) -> None:
+        """Disarm all but the victim. One that was struck at the same time goes on, if it can, and counts."""
+        for name, process in trap.items():
+            if name == victim:
+                continue
+            began = self._now()
+            try:
+                await self._actors[name].disarm()
+            except Exception:  # it is dead or stopped: it was struck as well
+                died = _gone(process)
+                _send(process.pid, signal.SIGCONT)
+                kind = KILL if died else SHORT_STOP
+                if state != WRITE_DUE:
+                    self.record.hits[f"{role}: {state}", kind] += 1
+                self.record.struck.append(Struck(kind, name, state, began, self._now(), died))
+
+    async def _provoke(self, state: str) -> None:
+        """Make requests enter a state that they seldom do."""
+        while state in BY_HANGING_UP:
+            self._hang_up(HANG_UP_SHARE)
+            await asyncio.sleep(HANG_UP_S)
+        while state in BY_A_STOPPED_WRITER:
+            stopping = asyncio.create_task(self._stop_a_writer())
+            self._background.add(stopping)
+            stopping.add_done_callback(self._background.discard)
+            await asyncio.shield(stopping)
+            await asyncio.sleep(RETRY_S)
+
+    async def _stop_a_writer(self) -> None:
+        await self._stop_writer(hang_up=False)
+
+    # -------------------------------------------------------------------------------------------------- cuts
 
     async def _cut(self, kind: str) -> None:
         """A link between two processes loses everything for a while."""
@@ -292,6 +301,36 @@ class Faults:
             self._network.mend(one, other)
         self.record.struck.append(Struck(kind, f"{one} - {other}", None, began, self._now(), False))
 
+    async def _cut_control(self) -> None:
+        """Cut a worker off from Ray until it is gone, which must be before the topology lacks it."""
+        while True:
+            members, _ = await self._choose((Role.PREFILL, Role.DECODE))
+            member = self._rng.choice(members)
+            name, life = member.spec.worker_id, member.address
+            try:
+                process = psutil.Process(await self._actors[name].pid())
+                break
+            except Exception:  # another fault was faster
+                await asyncio.sleep(RETRY_S)
+        self._busy.add(name)
+        began = self._now()
+        try:
+            with self._network.control_cut(process.pid) as refresh:
+                deadline = time.monotonic() + self._lease_s + CONTROL_CUT_PATIENCE_S
+                while not _gone(process) and time.monotonic() < deadline:
+                    left = life not in self._supervisor.topology.workers
+                    if left and not _gone(process):
+                        self.record.broken_promises.append(f"{name} left the topology while it lived")
+                        break
+                    refresh()
+                    await asyncio.sleep(0.05)
+            died = _gone(process)
+            if not died:
+                self.record.broken_promises.append(f"{name} lives though nobody can reach it")
+            self.record.struck.append(Struck(CONTROL_CUT, name, None, began, self._now(), died))
+        finally:
+            self._busy.discard(name)
+
     def _now(self) -> float:
         return time.monotonic() - self._began
 
@@ -301,3 +340,17 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return  # it is gone, which is as well
+
+
+def _stopped(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _gone(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    except psutil.NoSuchProcess:
+        return True

@@ -1,8 +1,9 @@
 """One network namespace per process of a deployment, joined by a bridge, with links that can be cut.
 
 The run itself lives in a namespace of its own (``isolate``), so nothing of this is seen outside and all of it
-is gone when the run ends. The control plane stays on the run's loopback; what workers and routers tell each
-other, and the KV, crosses the bridge. A cut link loses every packet, both ways, and tells nobody.
+is gone when the run ends. What workers and routers tell each other, and the KV, crosses the bridge; Ray, and
+with it the supervisor, is on the run's loopback. Both can be cut: a cut loses every packet, both ways, and
+tells nobody.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 ADDRESSES = "ANTIPHON_CHAOS_NETWORK"
 """Environment variable of the processes: worker id -> [file of its namespace, its address]."""
 DEVICE = "eth0"
 _INSIDE = "ANTIPHON_CHAOS_INSIDE"
 _CLONE_NEWNET = 0x40000000
+_LOCAL_PREFERENCE = 100
+"""Of the rule that keeps loopback working; cuts of the control plane come before it."""
 
 
 def isolate() -> None:
@@ -63,8 +70,11 @@ class Network:
         self._address = {name: f"10.77.0.{index + 2}" for index, name in enumerate(worker_ids)}
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
         self._cuts: dict[tuple[str, str], int] = {}
+        self._control_cuts = 0
 
     def __enter__(self) -> Network:
+        _ip("rule", "add", "pref", str(_LOCAL_PREFERENCE), "lookup", "local")
+        _ip("rule", "delete", "pref", "0", "lookup", "local")
         _ip("link", "add", "br0", "type", "bridge")
         _ip("address", "add", "10.77.0.1/24", "dev", "br0")
         _ip("link", "set", "br0", "up")
@@ -113,6 +123,34 @@ class Network:
             self._inside(one, "route", "delete", "blackhole", self._address[other])
             self._inside(other, "route", "delete", "blackhole", self._address[one])
 
+    @contextmanager
+    def control_cut(self, pid: int) -> Iterator[Callable[[], None]]:
+        """Lose every packet of a process on the run's loopback, where Ray is.
+
+        What is yielded has to be called often: it also cuts the connections that the process made since.
+        """
+        self._control_cuts = self._control_cuts % (_LOCAL_PREFERENCE - 2) + 1
+        preference, cut = str(self._control_cuts), set[int]()
+
+        def refresh() -> None:
+            try:
+                sockets = psutil.Process(pid).net_connections("tcp")
+            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it is gone
+                return
+            new = {one.laddr.port for one in sockets if one.laddr} - cut
+            cut.update(new)
+            _ip_batch(
+                f"rule add pref {preference} ipproto tcp {end} {port} blackhole"
+                for port in sorted(new)
+                for end in ("sport", "dport")
+            )
+
+        refresh()
+        try:
+            yield refresh
+        finally:
+            _ip_batch([f"rule delete pref {preference}"] * (2 * len(cut)))
+
     def _inside(self, name: str, *arguments: str) -> None:
         network = f"--net=/proc/{self._holders[name].pid}/ns/net"
         subprocess.run(["nsenter", network, "ip", *arguments], check=True)
@@ -120,3 +158,10 @@ class Network:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
+
+
+def _ip_batch(commands: Iterable[str]) -> None:
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write("".join(f"{command}\n" for command in commands))
+        file.flush()
+        subprocess.run(["ip", "-batch", file.name], check=True)

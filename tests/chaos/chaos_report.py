@@ -14,14 +14,24 @@ from typing import Any
 
 import psutil
 from chaos_clients import Tally
-from chaos_faults import CUT, KILL, LONG_CUT, LONG_STOP, SHORT_STOP, TABLES, Record
+from chaos_plan import (
+    CONTROL_CUT,
+    CUT,
+    KILL,
+    LONG_CUT,
+    LONG_STOP,
+    SHORT_STOP,
+    STALE_WRITER,
+    TABLES,
+    Record,
+)
 
 MOST_GROWTH_BYTES = 96 * 1024 * 1024
 MOST_CREEP_BYTES = 24 * 1024 * 1024
 MOST_NEW_DESCRIPTORS = 24
 MOST_TIED = 0.01
 """Share of answers that may leave the undisturbed one at a tie."""
-LEAST = {"kills": 20, "stops longer than the lease": 10, "cuts": 10}
+LEAST = {"kills": 20, "stops longer than the lease": 10, "cuts": 10, "cuts from the supervisor": 1}
 """In a run of full length."""
 COLOURS = {
     KILL: "tab:red",
@@ -29,6 +39,8 @@ COLOURS = {
     SHORT_STOP: "tab:pink",
     CUT: "tab:orange",
     LONG_CUT: "tab:brown",
+    CONTROL_CUT: "tab:olive",
+    STALE_WRITER: "tab:blue",
 }
 
 
@@ -96,6 +108,7 @@ class Report:
             found.append(f"{tally.outcomes['tied']} answers differ where two tokens were equally likely")
         if ended < self.options.requests:
             found.append(f"only {ended} requests ended")
+        found += self.record.broken_promises
         found += [f"held at the end: {what} = {count}" for what, count in self.held.items()]
         found += self._creep() if self.options.soak else self._growth()
         if self.options.scale >= 1:
@@ -116,8 +129,10 @@ class Report:
             "kills": record.count(KILL),
             "stops longer than the lease": record.count(LONG_STOP),
             "shorter stops": record.count(SHORT_STOP),
+            "stops of a writer with a write due": record.count(STALE_WRITER),
             "cuts": record.count(CUT) + record.count(LONG_CUT),
             "of them longer than the lease": record.count(LONG_CUT),
+            "cuts from the supervisor": record.count(CONTROL_CUT),
         }
 
     def states(self) -> dict[str, dict[str, int]]:

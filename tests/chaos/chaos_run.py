@@ -114,6 +114,8 @@ class Run:
         self.cluster = cluster
         self.tally = Tally()
         self.samples: list[Sample] = []
+        self._clients: list[Client] = []
+        self._leaving = random.Random(f"{options.seed} leaving")
         self.began = time.monotonic()
 
     async def go(self, config: DeploymentConfig, network: chaos_network.Network) -> Report:
@@ -132,6 +134,7 @@ class Run:
                 self.cluster.actors,
                 network,
                 rng,
+                self.hang_up,
                 lease_s=config.transfer.lease_s,
                 began=self.began,
             )
@@ -193,11 +196,11 @@ class Run:
         def take() -> bool:
             nonlocal asked
             asked += 1
-            if self.options.unfenced and self.tally.wrong:
-                return False  # this is what such a run is for
+            if self._proven():
+                return False
             return asked <= self.options.requests or not striking.done()
 
-        clients = [
+        self._clients = [
             Client(
                 index,
                 self.options.seed,
@@ -208,7 +211,22 @@ class Run:
             )
             for index in range(self.options.clients)
         ]
-        await asyncio.gather(striking, *(client.run(http, take) for client in clients))
+        await asyncio.gather(*(client.run(http, take) for client in self._clients))
+        if self._proven():
+            striking.cancel()
+        await asyncio.wait({striking})
+        if not striking.cancelled():
+            striking.result()
+
+    def _proven(self) -> bool:
+        """Whether a run without a fence has shown what it is for."""
+        return bool(self.options.unfenced and self.tally.wrong)
+
+    def hang_up(self, share: float) -> None:
+        """Let about this share of the clients leave the requests that they wait for."""
+        for client in self._clients:
+            if self._leaving.random() < share:
+                client.hang_up()
 
     async def _watch(self, faults: Faults) -> None:
         said = 0.0

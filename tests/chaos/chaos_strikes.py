@@ -44,6 +44,16 @@ class Strikes:
         holder.__init__ = watched_begin  # type: ignore[misc]
         holder.move = watched_move
 
+    def watch_call(self, moment: str, holder: type[Any], method: str) -> None:
+        """Look at every call of a method, before it does anything."""
+        call: Callable[..., Any] = getattr(holder, method)
+
+        def watched_call(one: Any, *arguments: Any, **named: Any) -> Any:
+            self._entered(moment)
+            return call(one, *arguments, **named)
+
+        setattr(holder, method, watched_call)
+
     def _entered(self, state: str) -> None:
         if state == self._state:
             self._state = None
