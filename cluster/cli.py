@@ -26,6 +26,7 @@ checkpoint_app = typer.Typer(help="Look at and make checkpoints.", no_args_is_he
 config_app = typer.Typer(help="Check and show deployment files.", no_args_is_help=True)
 harmony_app = typer.Typer(help="Render and parse the Harmony format.", no_args_is_help=True)
 kernels_app = typer.Typer(help="Build GPU kernels ahead of time.", no_args_is_help=True)
+weights_app = typer.Typer(help="Look at and prune converted weights on disk.", no_args_is_help=True)
 app.command()(plan)
 app.command()(scale)
 app.command()(roll)
@@ -37,6 +38,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
 app.add_typer(harmony_app, name="harmony")
 app.add_typer(kernels_app, name="kernels")
+app.add_typer(weights_app, name="weights")
 
 
 def main() -> None:
@@ -214,6 +216,27 @@ def kernels_build(
     from antiphon.cluster.cli_kernels import build_kernels
 
     build_kernels(out, [name for name in models.split(",") if name], page_size, max_batch_size)
+
+
+@weights_app.command("list")
+def weights_list(
+    directory: Annotated[Path, typer.Argument(help="The folder of weight_cache.directory.")],
+) -> None:
+    """Print what a folder of converted weights holds, the least recently used first."""
+    from antiphon.cluster.cli_weights import list_weights
+
+    list_weights(directory)
+
+
+@weights_app.command("prune")
+def weights_prune(
+    directory: Annotated[Path, typer.Argument(help="The folder of weight_cache.directory.")],
+    limit_gib: Annotated[float, typer.Option(min=0, help="What may stay; 0 deletes everything.")],
+) -> None:
+    """Delete the least recently used converted weights, and what a killed worker left unfinished."""
+    from antiphon.cluster.cli_weights import prune_weights
+
+    prune_weights(directory, limit_gib)
 
 
 if __name__ == "__main__":

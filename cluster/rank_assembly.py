@@ -25,6 +25,7 @@ from antiphon.model.parallel.layout import ParallelLayout
 from antiphon.model.parallel.leader import LeaderModel
 from antiphon.model.parallel.load import load_parallel_model
 from antiphon.model.parallel.rank_group import RankGroup, open_store
+from antiphon.model.weight_cache.store import WeightCache
 from antiphon.prefill_worker.orders import source_fence
 from antiphon.protocol.codec import decode
 from antiphon.protocol.errors import AntiphonError, ConfigError, WireError
@@ -101,6 +102,7 @@ def load_rank(role: Role, config: DeploymentConfig, rank: int, store: Store) -> 
             *(path, layout, group.communicator, store, device),
             with_unembedding=samples,
             resident_fp8=mine.fp8_experts == "resident",
+            weight_cache=weight_cache(config),
         )
     except BaseException:
         group.close()  # the others need not wait
@@ -112,6 +114,14 @@ def load_rank(role: Role, config: DeploymentConfig, rank: int, store: Store) -> 
             "rank %d: %d of %d blocks of expert weights may lose bits in long chunks", rank, inexact, blocks
         )
     return fast, group
+
+
+def weight_cache(config: DeploymentConfig) -> WeightCache | None:
+    """Where converted experts are kept; None keeps none."""
+    settings = config.weight_cache
+    if settings.directory is None:
+        return None
+    return WeightCache(Path(settings.directory).expanduser(), int(settings.limit_gib * 2**30))
 
 
 def require_built_kernels(checkpoint: Path, mine: WorkerConfig, device: torch.device | str) -> None:

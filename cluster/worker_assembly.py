@@ -15,6 +15,7 @@ from antiphon.cluster.rank_assembly import (
     LeaderFollowers,
     lead,
     require_built_kernels,
+    weight_cache,
     worker_config,
 )
 from antiphon.configs.schema import DeploymentConfig, WorkerConfig
@@ -118,7 +119,12 @@ def _load(role: Role, config: DeploymentConfig, mine: WorkerConfig) -> LanguageM
 
     if config.kernels.require_built:
         require_built_kernels(path, mine, "cuda")
-    model = load_cuda_model(path, with_unembedding=samples, resident_fp8=mine.fp8_experts == "resident")
+    model = load_cuda_model(
+        path,
+        with_unembedding=samples,
+        resident_fp8=mine.fp8_experts == "resident",
+        weight_cache=weight_cache(config),
+    )
     _log.info("%s worker runs on the %s road", role, model.road)
     inexact, blocks = model.inexact_blocks
     if inexact:

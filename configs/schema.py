@@ -331,6 +331,17 @@ class KernelsConfig(Section):
     far); CUDA libraries are never compiled by a worker in any case."""
 
 
+class WeightCacheConfig(Section):
+    """Experts kept on disk as the kernels of an H200 read them, so that the next worker need not convert."""
+
+    directory: str | None = None
+    """Folder for them, on every node that has workers on GPUs; ``~`` is the home of whoever runs the workers.
+    Absent converts at every start. A folder that is full or not writable costs a start its time, no more."""
+    limit_gib: float = pydantic.Field(256.0, gt=0)
+    """What all files in it may take; the least recently used go first. A checkpoint takes as much as its
+    experts do in MXFP4, and twice that on top with ``fp8_experts: resident``."""
+
+
 class MetricsConfig(Section):
     """Prometheus metrics. A router has them at /metrics of its API; other processes listen for them alone."""
 
@@ -364,6 +375,7 @@ class DeploymentConfig(Section):
     autoscale: AutoscaleConfig = AutoscaleConfig()
     ray: RayConfig = RayConfig()
     kernels: KernelsConfig = KernelsConfig()
+    weight_cache: WeightCacheConfig = WeightCacheConfig()
     log: LogConfig = LogConfig()
     metrics: MetricsConfig = MetricsConfig()
     tracing: TracingConfig = TracingConfig()
