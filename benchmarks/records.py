@@ -91,6 +91,7 @@ class Record:
     layout: str
     device: str
     commit: str
+    """Of this project; of a peer's figure, the peer's name and version."""
     date: str
     value: float
     unit: str
@@ -234,13 +235,17 @@ def write_json(path: Path, document: object) -> None:
 
 
 def checkout_commit() -> str:
-    """Commit of this checkout, with ``+changes`` when files differ from it; ``unknown`` outside one."""
+    """Commit of this checkout, with ``+changes`` when files differ from it.
+
+    Outside a checkout, as on a machine that only the files were copied to: what ``ANTIPHON_COMMIT`` says,
+    else ``unknown``.
+    """
     folder = Path(__file__).resolve().parent
     try:
         head = _git(folder, ["rev-parse", "HEAD"])
         dirty = _git(folder, ["status", "--porcelain", "--untracked-files=no"])
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("ANTIPHON_COMMIT") or "unknown"
     return head + ("+changes" if dirty else "")
 
 

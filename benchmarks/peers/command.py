@@ -46,13 +46,12 @@ def run_command(
         except PeerMissing as error:
             console.print(str(error), style="yellow", markup=False)
             continue
-        label = f"{system.name} {system.version}"
 
-        def on_point(point: Point, result: str, label: str = label) -> None:
+        def on_point(point: Point, result: str, label: str = system.label) -> None:
             console.print(f"{label}, {point.name}: {result}", markup=False, highlight=False)
 
         opener = PeerOpener(system, effort, checkpoints)
-        outcome = run_sweep(points, opener, output, again=again, on_point=on_point, peer=label)
+        outcome = run_sweep(points, opener, output, again=again, on_point=on_point, peer=system.label)
         failed += outcome.failed
     if failed:
         point, reason = failed[0]

@@ -54,6 +54,11 @@ class PeerSystem:
     """Its interpreter."""
     version: str
 
+    @property
+    def label(self) -> str:
+        """Name and version: what its figures are kept under, and what stands for a commit in them."""
+        return f"{self.name} {self.version}"
+
 
 def find_peer(name: str, python: str) -> PeerSystem:
     """Ask an interpreter for a system, without importing it.
@@ -103,7 +108,7 @@ class PeerMeter:
             model=point.model,
             layout=self._layout.name,
             device=self._device,
-            commit=checkout_commit(),
+            commit=self._system.label,
             date=now(),
             value=round(value_ms, 4),
             unit="ms",
@@ -111,8 +116,8 @@ class PeerMeter:
             input_tokens=point.input_tokens,
             context=point.context,
             floor=round(floor_s * 1e3, 4),
-            peer=f"{self._system.name} {self._system.version}",
-            extra={"weights": "synthesized", **answer},
+            peer=self._system.label,
+            extra={"weights": "synthesized", "runner_commit": checkout_commit(), **answer},
         )
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:

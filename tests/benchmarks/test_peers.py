@@ -116,6 +116,7 @@ def test_peers_are_measured_and_labelled(
         assert record.device == "CPU"
         assert record.floor is not None
         assert record.extra["weights"] == "synthesized"
+        assert record.commit == record.peer
     capsys.readouterr()
     run(output, peers, ["TP1"], Sizes((64,), (3,), (100,)), tmp_path)
     assert capsys.readouterr().err.count("known") >= 4

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from antiphon.benchmarks import records as records_module
 from antiphon.benchmarks.plan.cost_model import build
 from antiphon.benchmarks.plan.hardware import H200
 from antiphon.benchmarks.records import (
@@ -21,6 +22,7 @@ from antiphon.benchmarks.records import (
     Record,
     RecordError,
     append_records,
+    checkout_commit,
     load_records,
     load_results,
 )
@@ -120,6 +122,25 @@ def test_the_latest_of_a_point_counts_and_bad_files_are_named(tmp_path: Path) ->
     (tmp_path / "c.json").write_text(json.dumps([old | {"value": "fast"}]))
     with pytest.raises(RecordError, match=r"c\.json, entry 0"):
         load_results(tmp_path)
+
+
+def test_files_without_a_checkout_take_their_commit_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_git(folder: Path, arguments: list[str]) -> str:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(records_module, "_git", no_git)
+    monkeypatch.delenv("ANTIPHON_COMMIT", raising=False)
+    assert checkout_commit() == "unknown"
+    monkeypatch.setenv("ANTIPHON_COMMIT", "0123abc")
+    assert checkout_commit() == "0123abc"
+
+
+def test_every_figure_of_a_peer_names_its_version() -> None:
+    theirs = [each for each in load_results(RESULTS) if each.peer is not None]
+    assert theirs
+    assert all(each.commit == each.peer for each in theirs)
 
 
 def test_the_project_s_results_can_be_read() -> None:
