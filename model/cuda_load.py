@@ -46,7 +46,7 @@ def load_cuda_model(
         _log.info("experts: %s", loaded.origin)
         converted, skip = loaded.layers, skip | EXPERT_KINDS
     return CudaTransformer(
-        *(index.config, read_parameters(index, skip), device, with_unembedding),
+        *(index.config, read_parameters(index, skip, device), device, with_unembedding),
         resident_fp8=resident_fp8,
         converted=converted,
     )

@@ -45,9 +45,11 @@ def load_model(
 
 
 def read_parameters(
-    index: CheckpointIndex, skip: frozenset[TensorKind] = frozenset()
+    index: CheckpointIndex,
+    skip: frozenset[TensorKind] = frozenset(),
+    device: torch.device | str = "cpu",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters in the order of the model, on the CPU, in the dtype of the files.
+    """Parameters in the order of the model, on a device, in the dtype of the files.
 
     Yields:
         (OpenAI's name, tensor). Experts come as ``...blocks`` and ``...scales``, uint8. A tensor may be a
@@ -56,7 +58,7 @@ def read_parameters(
     Raises:
         CheckpointError: a file that cannot be read, or an expert scale that is not a number (255 in E8M0).
     """
-    with ParameterReader(index) as reader:
+    with ParameterReader(index, device) as reader:
         for parameter in index.parameters:
             if parameter.kind not in skip:
                 yield parameter.name, reader.read(parameter)

@@ -64,7 +64,7 @@ def load_cuda_rank(
         _log.info("experts %d to %d: %s", held.start, held.stop - 1, loaded.origin)
         converted, skip = loaded.layers, skip | EXPERT_KINDS
     return CudaRankTransformer(
-        *(index.config, layout, communicator, read_shard(index, layout, skip), device),
+        *(index.config, layout, communicator, read_shard(index, layout, skip, device), device),
         row_reduce=row_reduce,
         with_unembedding=with_unembedding,
         resident_fp8=resident_fp8,

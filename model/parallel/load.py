@@ -49,9 +49,12 @@ def load_parallel_model(
 
 
 def read_shard(
-    index: CheckpointIndex, layout: ParallelLayout, skip: frozenset[TensorKind] = frozenset()
+    index: CheckpointIndex,
+    layout: ParallelLayout,
+    skip: frozenset[TensorKind] = frozenset(),
+    device: torch.device | str = "cpu",
 ) -> Iterator[tuple[str, Tensor]]:
-    """One rank's part of every parameter, in the order of the model, on the CPU, in the dtype of the files.
+    """One rank's part of every parameter, in the order of the model, on a device, in the dtype of the files.
 
     Yields:
         (OpenAI's name, tensor), as ``read_parameters`` does.
@@ -61,7 +64,7 @@ def read_shard(
         ConfigError: the model cannot be spread this way.
     """
     cuts = ParameterCuts(index.config, layout)
-    with ParameterReader(index) as reader:
+    with ParameterReader(index, device) as reader:
         for parameter in index.parameters:
             if parameter.kind in skip:
                 continue

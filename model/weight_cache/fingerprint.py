@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 
+from antiphon.model.checkpoint.direct_read import opened
 from antiphon.model.checkpoint.index import CheckpointIndex
 from antiphon.model.checkpoint.layout import TensorKind
-from antiphon.model.weight_cache.direct_read import opened
 from antiphon.protocol.errors import CheckpointError
 
 _EXPERT_KINDS = (TensorKind.EXPERT_MATRIX, TensorKind.EXPERT_SCALE, TensorKind.EXPERT_BIAS)

@@ -147,10 +147,10 @@ def _convert(
     """Layer by layer, from the checkpoint."""
     parameters = {parameter.name: parameter for parameter in index.parameters}
     rows = (slice(experts.start, experts.stop),)
-    with ParameterReader(index) as reader:
+    with ParameterReader(index, device) as reader:
         for layer in range(index.config.num_hidden_layers):
             names = (f"block.{layer}.mlp.{leaf}" for leaf in _LEAVES)
-            read = [reader.read(parameters[name], rows).to(device).contiguous() for name in names]
+            read = [reader.read(parameters[name], rows) for name in names]
             yield ConvertedExperts.from_checkpoint(
                 *(ExpertMatrix(read[0], read[1]), read[2], ExpertMatrix(read[3], read[4]), read[5]),
                 resident_fp8=resident_fp8,

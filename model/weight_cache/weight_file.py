@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from antiphon.model.checkpoint.direct_read import DirectReader, opened
 from antiphon.model.checkpoint.safetensors_file import (
     StoredTensor,
     encode_header,
@@ -25,7 +26,6 @@ from antiphon.model.checkpoint.safetensors_file import (
     read_metadata,
 )
 from antiphon.model.weight_cache.checksum import checksum
-from antiphon.model.weight_cache.direct_read import DirectReader, opened
 from antiphon.protocol.errors import CheckpointError
 
 FORMAT_VERSION = 1
