@@ -57,6 +57,9 @@ class HttpBoundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            # Answered like GET; the server leaves the body out, by its own copy of the method.
+            scope = {**scope, "method": "GET"}
         request_id = scope[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
         span = self._begin_span(scope)
         trace = scope[TRACE] = span.context
@@ -154,7 +157,7 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     if error.status_code == 404:
-        return error_response(request.scope, not_found(request.url.path))
+        return error_response(request.scope, not_found(request.scope["path"]))
     if error.status_code == 405:
         allow = _allowed_methods(request)
         return error_response(request.scope, method_not_allowed(request.method, allow))
@@ -164,16 +167,24 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
 def _allowed_methods(request: Request) -> str:
     """All methods of a path; the routing layer names those of its first route only."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    matching = [route for route in routes if route.path_regex.match(request.url.path)]
-    return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
+    matching = [route for route in routes if route.path_regex.match(request.scope["path"])]
+    methods = {method for route in matching for method in route.methods or ()}
+    return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: 413 beyond the limit; 400 for a content length that is no number.
+        ApiError: 413 beyond the limit; 400 for a content length that is no number, or an encoded body.
     """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() not in ("", "identity"):
+        raise invalid(
+            f"A body of content-encoding '{encoding[:32]}' cannot be read; send it as it is.",
+            None,
+            "invalid_header",
+        )
     declared = request.headers.get("content-length")
     if declared is not None:
         if not declared.isdecimal():

@@ -10,6 +10,8 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from antiphon.router.openai.errors import invalid
+
 _STATE_KEY = "antiphon.connection"
 
 
@@ -24,6 +26,16 @@ class AbortableProtocol(HttpToolsProtocol):
         """A client connected."""
         self.app_state: dict[str, Any] = {**self.app_state, _STATE_KEY: self}
         super().connection_made(transport)
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP: say so in the API's own form, and close."""
+        body = invalid(msg, None, "invalid_http").body()
+        head = (
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head % len(body) + body)
+        self.transport.close()
 
 
 class StreamedBody:

@@ -26,7 +26,7 @@ from antiphon.router.formatter import (
 from antiphon.router.harmony.formatter import HarmonyFormatter, today
 from antiphon.router.harmony.parser import HarmonyParser
 from antiphon.router.harmony.recipients import ToolPolicy
-from antiphon.router.harmony.responses_input import ResponsesPrompt, responses_conversation
+from antiphon.router.harmony.responses_input import ResponsesPrompt, check_call_ids, responses_conversation
 from antiphon.router.harmony.vocabulary import load_vocabulary
 from antiphon.router.openai.chat_schema import ChatCompletionRequest
 from antiphon.router.openai.chat_translate import to_conversation
@@ -96,7 +96,10 @@ def conversation_of(request_json: str | bytes) -> Conversation:
     if not isinstance(request, dict):
         raise TranscriptError("the request is not a JSON object")
     if "input" in request:
-        return responses_conversation(parse_body(ResponsesPrompt, json.dumps(request).encode()))[0]
+        prompt = parse_body(ResponsesPrompt, json.dumps(request).encode())
+        conversation, _ = responses_conversation(prompt)
+        check_call_ids(prompt, history_items=0)
+        return conversation
     request.setdefault("model", "gpt-oss")
     chat = parse_body(ChatCompletionRequest, json.dumps(request).encode())
     return to_conversation(chat)[0]

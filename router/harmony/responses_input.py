@@ -147,6 +147,28 @@ def responses_conversation(request: ResponsesPrompt) -> tuple[Conversation, list
     return conversation, dropped
 
 
+def check_call_ids(request: ResponsesPrompt, *, history_items: int) -> None:
+    """See that every output of a function belongs to a call before it.
+
+    Args:
+        history_items: those in front of the request's own, which do not count in an item's path.
+
+    Raises:
+        ApiError: 400 that names the item.
+    """
+    if isinstance(request.input, str):
+        return
+    called: set[str | None] = set()
+    for number, item in enumerate(request.input, -history_items):
+        if item.type == "function_call":
+            called.add(item.call_id)
+        elif item.type == "function_call_output" and item.call_id not in called:
+            path = f"input[{number}].call_id"
+            raise invalid(
+                f"No function call with call_id '{(item.call_id or '')[:80]}' is before '{path}'.", path
+            )
+
+
 def messages_of_items(items: Iterable[ResponsesItem]) -> list[ChatMessage]:
     """Conversation messages of input items; what the assistant did in a row is one message.
 
@@ -208,8 +230,10 @@ def _other_message(item: ResponsesItem, kind: str | None, path: str) -> ChatMess
             raise invalid(f"'{missing}' is missing.", missing, "missing_required_parameter")
         text = content_text(item.output, f"{path}.output")
         return ChatMessage(MessageRole.TOOL, text, tool_call_id=item.call_id)
+    if kind is None:
+        raise invalid(f"'{path}.type' is missing.", f"{path}.type", "missing_required_parameter")
     if kind != "message":
-        raise unsupported(f"{path}.type", f"an item of type '{(kind or 'none')[:64]}' cannot be used.")
+        raise unsupported(f"{path}.type", f"an item of type '{kind[:64]}' cannot be used.")
     if item.role not in (MessageRole.USER, MessageRole.SYSTEM, MessageRole.DEVELOPER):
         raise invalid(f"'{path}.role' must be user, system, developer or assistant.", f"{path}.role")
     if item.content is None:

@@ -16,6 +16,7 @@ from antiphon.router.openai.chat_writer import ChatChoices, ChatDocument, ChatId
 from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.errors import invalid
 from antiphon.router.openai.generation_response import GenerationResponse
+from antiphon.router.openai.prompt_length import conversation_texts, refuse_hopeless
 from antiphon.router.openai.request_fields import parse_body
 from antiphon.router.openai.sampling import output_budget, sampling_params
 
@@ -32,6 +33,7 @@ def chat_completion(context: ApiContext, body: bytes) -> Response:
     context.check_room(request.n or 1, request.priority, request.timeout_s, received_at)
     conversation, dropped = to_conversation(request)
     count_dropped_tools(context, dropped)
+    refuse_hopeless(context, conversation_texts(conversation), "messages")
     prompt = render(context, conversation)
     limit = context.model.max_context_tokens
     max_tokens = output_budget(len(prompt.token_ids), request.max_output_tokens(), None, limit, "messages")

@@ -10,6 +10,7 @@ from antiphon.router.openai.request_fields import (
     MAX_TOP_LOGPROBS,
     ApiModel,
     NestedModel,
+    PositiveCount,
     SamplingFields,
 )
 
@@ -116,9 +117,9 @@ class ChatCompletionRequest(SamplingFields, ApiModel):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: list[MessageParam]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: PositiveCount | None = None
     """Output tokens, reasoning included; older name of ``max_completion_tokens``."""
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: PositiveCount | None = None
     """Output tokens, reasoning included; up to the end of the context when absent."""
     tools: list[ToolParam] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolChoiceParam | None = None

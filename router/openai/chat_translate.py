@@ -81,11 +81,14 @@ def reasoning_effort(name: str | None, param: str) -> ReasoningEffort | None:
     """The effort that the model knows for one of OpenAI's names.
 
     Raises:
-        ApiError: 400 for ``none``.
+        ApiError: 400 for ``none`` and for no effort at all.
     """
     if name is None:
         return None
-    if name not in REASONING_EFFORTS:
+    if name != "none" and name not in REASONING_EFFORTS:
+        known = ", ".join(REASONING_EFFORTS)
+        raise invalid(f"'{param}' must be one of {known}.", param, "unsupported_value")
+    if name == "none":
         raise invalid("This model always reasons; the least effort is 'low'.", param, "unsupported_value")
     return REASONING_EFFORTS[name]
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, JsonValue
 
-from antiphon.router.openai.request_fields import SamplingFields
+from antiphon.router.openai.request_fields import PositiveCount, SamplingFields
 
 MAX_LOGPROBS = 5
 MAX_PROMPTS = 128
@@ -17,7 +17,7 @@ class CompletionRequest(SamplingFields):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     """A text, token ids, or several of either; each is answered by ``n`` choices."""
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: PositiveCount | None = None
     """16 when absent, as in OpenAI's API."""
     echo: bool | None = None
     """The answer begins with the prompt."""

@@ -20,6 +20,7 @@ from antiphon.router.openai.completion_writer import (
 from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.errors import invalid, unsupported
 from antiphon.router.openai.generation_response import GenerationResponse
+from antiphon.router.openai.prompt_length import refuse_hopeless
 from antiphon.router.openai.request_fields import MAX_CHOICES, parse_body, refuse_unsupported
 from antiphon.router.openai.sampling import output_budget, sampling_params
 
@@ -77,6 +78,9 @@ def prompt_token_ids(context: ApiContext, request: CompletionRequest) -> list[li
     given = request.prompt
     items = [given] if isinstance(given, str) else given
     encode = context.formatter.encode
+    for item in items:
+        if isinstance(item, str):
+            refuse_hopeless(context, (item,), "prompt")
     numbers = [item for item in items if isinstance(item, int)]
     several = [encode(item) if isinstance(item, str) else item for item in items if not isinstance(item, int)]
     prompts = [numbers] if numbers else several

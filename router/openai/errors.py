@@ -107,12 +107,15 @@ def body_too_large(limit_bytes: int) -> ApiError:
     )
 
 
-def context_length_exceeded(prompt_tokens: int, max_context_tokens: int, param: str) -> ApiError:
-    """400: nothing can be generated after a prompt of this length."""
+def context_length_exceeded(
+    prompt_tokens: int, max_context_tokens: int, param: str, *, at_least: bool = False
+) -> ApiError:
+    """400: nothing can be generated after a prompt of this length, or of ``at_least`` this length."""
+    more = "more than " if at_least else ""
     return ApiError(
         400,
         f"This model's maximum context length is {max_context_tokens} tokens, "
-        f"and the prompt alone has {prompt_tokens}. Shorten it.",
+        f"and the prompt alone has {more}{prompt_tokens}. Shorten it.",
         param=param,
         code="context_length_exceeded",
     )

@@ -17,6 +17,8 @@ MAX_STOP_STRINGS = 4
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 _INT64 = 1 << 63
+Count = Annotated[int, Field(ge=0, lt=_INT64)]
+PositiveCount = Annotated[int, Field(ge=1, lt=_INT64)]
 
 
 class ApiModel(pydantic.BaseModel):
@@ -59,7 +61,7 @@ class SamplingFields(ApiModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """0 is greedy; 1 when absent."""
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=_INT64)] | None = None
     """-1 and 0 are off."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
@@ -72,7 +74,7 @@ class SamplingFields(ApiModel):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     """Token id (as text) to what is added to its logit."""
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Count | None = None
     """No stop token before so many output tokens."""
     ignore_eos: bool | None = None
     """Stop tokens do not stop; for benchmarks."""
@@ -192,6 +194,8 @@ def _first_problem(problems: list[ErrorDetails]) -> ApiError:
     kind = problem["type"]
     if kind == "json_invalid":
         return invalid(f"The body is not valid JSON: {problem['msg']}", None, "invalid_json")
+    if path is None:
+        return invalid("The body must be a JSON object.", None, "invalid_type")
     if kind == "missing":
         return invalid(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")
     if kind == "extra_forbidden":

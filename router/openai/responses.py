@@ -10,13 +10,14 @@ from pydantic import JsonValue
 from starlette.responses import Response
 
 from antiphon.router.conversation import Conversation
-from antiphon.router.harmony.responses_input import ResponsesPrompt, responses_conversation
+from antiphon.router.harmony.responses_input import ResponsesPrompt, check_call_ids, responses_conversation
 from antiphon.router.openai.chat import count_dropped_tools, render
 from antiphon.router.openai.chat_answer import ChatAnswer
 from antiphon.router.openai.chat_writer import ChatChoices
 from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.errors import invalid, unsupported
 from antiphon.router.openai.generation_response import GenerationResponse
+from antiphon.router.openai.prompt_length import conversation_texts, refuse_hopeless
 from antiphon.router.openai.request_fields import parse_body, refuse_unsupported
 from antiphon.router.openai.response_store import JsonObject, StoredResponse
 from antiphon.router.openai.responses_document import ResponseFacts
@@ -46,6 +47,7 @@ async def create_response(context: ApiContext, body: bytes) -> Response:
     _check(request)
     resolved = await resolve_input(request, context.store)
     conversation = _conversation(context, request, resolved)
+    refuse_hopeless(context, conversation_texts(conversation), "input")
     prompt = render(context, conversation)
     limit = context.model.max_context_tokens
     max_tokens = output_budget(len(prompt.token_ids), request.max_output_tokens, None, limit, "input")
@@ -155,6 +157,7 @@ def _conversation(context: ApiContext, request: ResponsesRequest, resolved: Reso
     for items in ([*resolved.own], resolved.items()):
         prompt = parse_body(ResponsesPrompt, orjson.dumps({**fields, "input": items}))
         conversation, dropped = responses_conversation(prompt)
+    check_call_ids(prompt, history_items=len(resolved.history))
     count_dropped_tools(context, dropped)
     return conversation
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from antiphon.router.openai.errors import ApiError
+from antiphon.router.openai.errors import ApiError, invalid
 from antiphon.router.openai.reasoning_capsule import unseal
 from antiphon.router.openai.response_store import JsonObject, ResponseStore, StoredResponse
 from antiphon.router.openai.responses_schema import ResponsesRequest
@@ -58,7 +58,12 @@ async def _resolve(item: JsonObject, index: int, store: ResponseStore) -> JsonOb
     # A reference may leave out its type: then it is an id and nothing else.
     if item.get("type") != "item_reference" and set(item) != {"id"}:
         return item
-    item_id = str(item.get("id"))
+    item_id = item.get("id")
+    if not isinstance(item_id, str):
+        path = f"input[{index}].id"
+        if item_id is None:
+            raise invalid(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")
+        raise invalid(f"Invalid type or value for '{path}': it must be a string.", path, "invalid_type")
     found = await store.item(item_id)
     if found is None:
         message = f"Item with id '{item_id[:80]}' not found."

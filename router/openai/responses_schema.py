@@ -8,7 +8,9 @@ from pydantic import Field, JsonValue
 
 from antiphon.router.openai.request_fields import (
     MAX_TOP_LOGPROBS,
+    Count,
     NestedModel,
+    PositiveCount,
     SamplingFields,
 )
 
@@ -42,7 +44,7 @@ class ResponsesRequest(SamplingFields):
     """A stored response whose conversation goes on."""
     store: bool | None = None
     """Keep the response for later requests; yes when absent."""
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: PositiveCount | None = None
     """Reasoning included; up to the end of the context when absent."""
     tools: list[dict[str, JsonValue]] | None = None
     tool_choice: JsonValue = None
@@ -57,7 +59,7 @@ class ResponsesRequest(SamplingFields):
 
     # Inform only.
     client_metadata: JsonValue = None
-    max_tool_calls: int | None = None
+    max_tool_calls: Count | None = None
     metadata: dict[str, JsonValue] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None

@@ -58,7 +58,7 @@ def sampling_params(
             seed=(seed + choice) % _SEED_SPACE,
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=top_p,
-            top_k=max(request.top_k or 0, 0),
+            top_k=min(max(request.top_k or 0, 0), vocabulary_size),
             min_p=request.min_p or 0.0,
             min_tokens=request.min_tokens or 0,
             stop_token_ids=stop_token_ids,

@@ -11,6 +11,7 @@ from antiphon.router.byte_format import ARGUMENTS, CONTENT, REASONING, TOOL, byt
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
 from antiphon.router.openai.reasoning_capsule import MAX_TEXT_BYTES, seal, unseal
 
+USER_ITEMS = [{"role": "user", "content": "hi"}]
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
 ALL_KINDS = ((REASONING, "think"), (CONTENT, "hello"), (TOOL, "weather"), (ARGUMENTS, '{"a":1}'))
 
@@ -310,7 +311,26 @@ async def test_logprobs(deploy):
         ),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        (
+            {"input": [*USER_ITEMS, {"type": "function_call_output", "call_id": "c", "output": "x"}]},
+            "input[1].call_id",
+        ),
+        (
+            {
+                "input": [
+                    {"type": "function_call_output", "call_id": "c", "output": "x"},
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                ]
+            },
+            "input[0].call_id",
+        ),
+        ({"input": [{}]}, "input[0].type"),
+        ({"input": [*USER_ITEMS, {"type": "item_reference"}]}, "input[1].id"),
+        ({"input": [{"type": "item_reference", "id": 5}]}, "input[0].id"),
         ({"input": "x" * 600}, "input"),
+        ({"input": "x" * 6000}, "input"),
+        ({"max_output_tokens": 2**64}, "max_output_tokens"),
+        ({"reasoning": {"effort": "ultra"}}, "reasoning.effort"),
         ({"background": True}, "background"),
         ({"conversation": "conv_x"}, "conversation"),
         ({"prompt": {"id": "x"}}, "prompt"),
@@ -343,3 +363,6 @@ async def test_errors_after_a_long_history_name_the_requests_own_item(deploy):
         deployment, previous_response_id=first["id"], input=[{"role": "wizard", "content": "x"}]
     )
     assert response.json()["error"]["param"] == "input[0].role"
+    output = {"type": "function_call_output", "call_id": "elsewhere", "output": "x"}
+    response = await respond(deployment, previous_response_id=first["id"], input=[*USER_ITEMS, output])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "input[1].call_id")
