@@ -1,92 +1,181 @@
-"""How long a worker takes from a checkpoint in the page cache to a model that can compute.
+"""How long a worker takes from a checkpoint to a model that can compute, by where its bytes are.
 
-Run: ``python -m antiphon.benchmarks.load DIRECTORY [--device cuda] [--resident-fp8]``. A first pass reads
-every byte, so that the disk is not what is timed; conversion to the kernels' layouts is part of the time.
+Run: ``python -m antiphon.benchmarks.load DIRECTORY [--device cuda] [--resident-fp8] [--cache FOLDER]``.
+
+- cold: the checkpoint is not in the page cache, and experts are converted;
+- converted: it is, and experts are converted;
+- stored: the same, and the converted experts are written to the weight cache;
+- warm: they are read from there.
+
+Files are dropped from the page cache by advice to the kernel, which it may decline; a record says how many
+bytes had to be read from the disk, so that a cold start that was none is seen. A CPU has no experts to
+convert: there it is cold and converted only.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from antiphon.benchmarks.records import RESULTS, Layout, Record, append_records, checkout_commit, now
 from antiphon.model.checkpoint.load import load_model
+from antiphon.model.weight_cache.store import WeightCache
 
 BENCH_LOAD = "load"
 _BLOCK = 1 << 24
+_IO_COUNTERS = Path("/proc/self/io")
 
 
-def read_through(directory: Path) -> int:
-    """Read all weight files once; returns their bytes."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One load: seconds until the model is on the device, bytes read from a disk, which kernels it takes."""
+
+    seconds: float
+    disk_bytes: int
+    road: str
+
+
+def read_through(files: Sequence[Path]) -> int:
+    """Read files once, so that they are in the page cache; returns their bytes."""
     total = 0
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in files:
         with path.open("rb", buffering=0) as file:
             while block := file.read(_BLOCK):
                 total += len(block)
     return total
 
 
-def load_once(directory: Path, device: torch.device, resident_fp8: bool) -> tuple[float, str]:
-    """(seconds until the model is on the device, which kernels it takes)."""
+def drop_from_page_cache(files: Sequence[Path]) -> None:
+    """Advise the kernel to forget files; what was not written to the disk yet is written first."""
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def load_once(directory: Path, device: torch.device, resident_fp8: bool, cache: WeightCache | None) -> Load:
+    """Load, say how long it took, and free everything."""
+    before = disk_bytes_read()
     begin = time.perf_counter()
     if device.type == "cpu":
         load_model(directory, torch.bfloat16)
-        return time.perf_counter() - begin, "plain torch"
+        return Load(time.perf_counter() - begin, disk_bytes_read() - before, "plain torch")
     from antiphon.model.cuda_load import load_cuda_model  # loads Triton
 
-    model = load_cuda_model(directory, device, resident_fp8=resident_fp8)
+    model = load_cuda_model(directory, device, resident_fp8=resident_fp8, weight_cache=cache)
     torch.cuda.synchronize(device)
     seconds = time.perf_counter() - begin
     road = str(model.road)
     del model
     torch.cuda.empty_cache()
-    return seconds, road
+    return Load(seconds, disk_bytes_read() - before, road)
 
 
-def measure(directory: Path, device: torch.device, resident_fp8: bool, repeats: int) -> Record:
-    """Median of several loads of one checkpoint."""
-    total = read_through(directory)
-    loads = [load_once(directory, device, resident_fp8) for _ in range(repeats)]
-    cuda = device.type == "cuda"
-    extra: dict[str, object] = {
-        "checkpoint_bytes": total,
-        "repeats": repeats,
-        "road": loads[0][1],
-        "resident_weights": ("mxfp4 and fp8" if resident_fp8 else "mxfp4") if cuda else "bfloat16",
+def disk_bytes_read() -> int:
+    """Bytes that this process has had read from disks so far."""
+    counters = dict(line.split(": ") for line in _IO_COUNTERS.read_text().splitlines())
+    return int(counters["read_bytes"])
+
+
+def measure(
+    directory: Path, device: torch.device, resident_fp8: bool, repeats: int, cache: WeightCache
+) -> list[Record]:
+    """The median of several loads of one checkpoint, of every kind that the device has."""
+    files = sorted(directory.glob("*.safetensors"))
+    size = read_through(files)
+    kinds: dict[str, tuple[Callable[[], object], WeightCache | None]] = {
+        "cold": (lambda: drop_from_page_cache(files), None),
+        "converted": (lambda: read_through(files), None),
     }
-    return Record(
-        bench=BENCH_LOAD,
-        model=directory.name,
-        layout=Layout().name,
-        device=torch.cuda.get_device_name(device) if cuda else "CPU",
-        commit=checkout_commit(),
-        date=now(),
-        value=round(statistics.median(seconds for seconds, _ in loads), 3),
-        unit="s",
-        extra=extra,
-    )
+    cuda = device.type == "cuda"
+    if cuda:
+        kinds["stored"] = (lambda: (read_through(files), cache.prune(0)), cache)
+        kinds["warm"] = (lambda: read_through([file.path for file in cache.files()]), cache)
+    records = []
+    for kind, (prepare, used) in kinds.items():
+        loads = []
+        for _ in range(repeats):
+            prepare()
+            loads.append(load_once(directory, device, resident_fp8, used))
+        extra: dict[str, object] = {
+            "checkpoint_bytes": size,
+            "disk_bytes": max(load.disk_bytes for load in loads),
+            "seconds": [round(load.seconds, 3) for load in loads],
+            "repeats": repeats,
+            "road": loads[0].road,
+            "resident_weights": ("mxfp4 and fp8" if resident_fp8 else "mxfp4") if cuda else "bfloat16",
+        }
+        if kind == "warm":
+            extra["cache_bytes"] = sum(file.size_bytes for file in cache.files())
+        records.append(
+            Record(
+                bench=f"{BENCH_LOAD}_{kind}",
+                model=directory.name,
+                layout=Layout().name,
+                device=torch.cuda.get_device_name(device) if cuda else "CPU",
+                commit=checkout_commit(),
+                date=now(),
+                value=round(statistics.median(load.seconds for load in loads), 3),
+                unit="s",
+                extra=extra,
+            )
+        )
+    return records
+
+
+@contextmanager
+def cache_in(folder: Path | None) -> Iterator[WeightCache]:
+    """An empty weight cache of no limit; in a folder that is deleted afterwards when none is given.
+
+    Raises:
+        SystemExit: the folder has something in it.
+    """
+    if folder is None:
+        scratch = Path(tempfile.mkdtemp(prefix="antiphon-weights-"))
+        try:
+            yield WeightCache(scratch, 1 << 62)
+        finally:
+            shutil.rmtree(scratch)
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise SystemExit(f"{folder} is not empty: this measures a cache of its own")
+    yield WeightCache(folder, 1 << 62)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and append a record."""
+    """Measure, print and append the records."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="checkpoint of either layout")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--resident-fp8", action="store_true", help="hold FP8 experts for long chunks too")
+    parser.add_argument("--cache", type=Path, help="an empty or absent folder; a temporary one by default")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS / "load.json")
     options = parser.parse_args(arguments)
     directory = options.directory.resolve()
-    record = measure(directory, torch.device(options.device), options.resident_fp8, options.repeats)
-    rate = float(str(record.extra["checkpoint_bytes"])) / record.value / 1e9
-    print(f"{record.model}: ready in {record.value} s, {rate:.2f} GB/s, {record.extra['road']}", flush=True)
-    append_records(options.out, [record])
+    with cache_in(options.cache) as cache:
+        records = measure(
+            directory, torch.device(options.device), options.resident_fp8, options.repeats, cache
+        )
+    for record in records:
+        rate = float(str(record.extra["checkpoint_bytes"])) / record.value / 1e9
+        print(
+            f"{record.model}, {record.bench}: ready in {record.value} s, {rate:.2f} GB/s, "
+            f"{record.extra['road']}",
+            flush=True,
+        )
+    append_records(options.out, records)
     return 0
 
 
