@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
 import msgspec
 
+from antiphon.cluster.actor_process import ActorProcess
+from antiphon.cluster.lifeline import Lifeline, lifeline_s
 from antiphon.cluster.logs import configure_logs
 from antiphon.cluster.process import ProcessStatus
 from antiphon.cluster.rank_actor import gpu_of_this_process, see_gpus
@@ -47,7 +49,7 @@ class NotStarted(AntiphonError):
     """A method that needs a started process was called before ``start``."""
 
 
-class WorkerActor:
+class WorkerActor(ActorProcess):
     """Hosts one worker of the role that a subclass names."""
 
     ROLE: ClassVar[Role]
@@ -62,11 +64,7 @@ class WorkerActor:
         self._tracer: Tracer = UnrecordedTracer()
         self._metrics: MetricsServer | None = None
         self._ranks: Store | None = None
-
-    async def wait_for_ever(self) -> NoReturn:
-        """Pending for as long as the process lives: its failure is how a death is noticed."""
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
+        self._lifeline = Lifeline(lifeline_s(self._config.transfer.lease_s))
 
     async def gpu(self) -> str:
         """Name of rank 0's GPU."""
@@ -91,6 +89,7 @@ class WorkerActor:
 
     async def status(self) -> ProcessStatus:
         """A snapshot; while the model loads, one that says so."""
+        self._lifeline.asked()
         if self._worker is None:
             return ProcessStatus(self._worker_id, False, "loading the model", None, 0, 0)
         seen = await asyncio.to_thread(self._worker.status)
@@ -179,7 +178,7 @@ class DecodeActor(WorkerActor):
     ROLE = Role.DECODE
 
 
-class RouterActor:
+class RouterActor(ActorProcess):
     """Hosts one router: HTTP on this process's event loop, links to the workers."""
 
     def __init__(
@@ -190,11 +189,7 @@ class RouterActor:
         self._cluster_token = cluster_token
         self._served_model = served_model
         self._server: RouterServer | None = None
-
-    async def wait_for_ever(self) -> NoReturn:
-        """Pending for as long as the process lives: its failure is how a death is noticed."""
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
+        self._lifeline = Lifeline(lifeline_s(self._config.transfer.lease_s))
 
     async def start(self, topology: Topology) -> WorkerAddress:
         """Load the vocabulary, listen, link to the workers; the endpoint is the API's base URL."""
@@ -235,6 +230,7 @@ class RouterActor:
 
     async def status(self) -> ProcessStatus:
         """A snapshot."""
+        self._lifeline.asked()
         server = self._server
         if server is None:
             return ProcessStatus(self._worker_id, False, "starting", None, 0, 0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from antiphon.cluster.actor_process import ActorProcess
 from antiphon.cluster.logs import configure_logs
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.identity import Role
@@ -27,7 +28,7 @@ def see_gpus(gpus: Sequence[str]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
 
-class RankActor:
+class RankActor(ActorProcess):
     """Hosts one rank of a worker; ``transport_factory`` makes its KV transport, absent means NIXL."""
 
     def __init__(
@@ -45,11 +46,6 @@ class RankActor:
         self._config = DeploymentConfig.model_validate_json(config_json)
         self._cluster_token = cluster_token
         self._transport_factory = transport_factory
-
-    async def wait_for_ever(self) -> NoReturn:
-        """Pending for as long as the process lives: its failure is how a death is noticed."""
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
 
     async def gpu(self) -> str:
         """Name of this rank's GPU."""

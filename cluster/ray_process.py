@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from antiphon.cluster.process import ProcessDied, ProcessStatus, StartFailed
+from antiphon.cluster.process_identity import ProcessIdentity
 from antiphon.protocol.errors import AntiphonError, RankLostError
 from antiphon.protocol.identity import Topology, WorkerAddress
 
 FOLLOWER_REASON_S = 5.0
 """How long rank 0's failure to start waits for the reason, which another rank may know better."""
+GONE_POLL_S = 0.02
+SEEN_TO_END = "worker process has died"
+"""In Ray's reason when a node saw the process end; the others do not mean that it did."""
 
 
 class RayProcess:
     """Implements ``process.ProcessHandle``.
 
     A worker lives as long as all its ranks. When one is gone the others are killed, and it counts as dead
-    only when none is left: nothing of it writes any more.
+    only when none is left: nothing of it writes any more. That an actor is dead is not enough, since Ray says
+    so of one that it was asked to kill and could not reach. A process of this machine is looked for. One
+    elsewhere is gone when Ray saw it end, or it said that it stopped, or else when its lifeline has run out.
 
     Args:
         first: the actor of rank 0, or of a router.
         others: actors of ranks 1 and up.
         on_started: called with the address of a life that has started.
         shares_gpus: every rank is to see the GPUs of all of them.
+        lifeline_s: so long after it was last asked for its status, a process that lives ends itself.
     """
 
     def __init__(
@@ -34,17 +42,26 @@ class RayProcess:
         on_started: Callable[[WorkerAddress], None],
         *,
         shares_gpus: bool = False,
+        lifeline_s: float = 0.0,
     ) -> None:
         self._actor = first
         self._others = tuple(others)
         self._on_started = on_started
         self._shares_gpus = shares_gpus
         self._following: list[asyncio.Future[None]] = []
+        self._lifeline_s = lifeline_s
+        self._asked_at = time.monotonic()
+        """Nobody has asked it since."""
+        self._identities: tuple[ProcessIdentity, ...] = ()
+        self._stopped = False
+        """It said that it ended its threads and links."""
         # Pending for as long as the actors live: Ray fails it the moment a process is gone.
         self._death = asyncio.ensure_future(self._await_death())
 
     async def start(self, topology: Topology) -> WorkerAddress:
         """See ProcessHandle."""
+        actors = (self._actor, *self._others)
+        self._identities = tuple([await self._call_on(actor, "identity") for actor in actors])
         if self._others:
             await self._gather_ranks()
         address = await self._first_started(topology)
@@ -73,6 +90,7 @@ class RayProcess:
 
     async def status(self) -> ProcessStatus:
         """See ProcessHandle."""
+        self._asked_at = time.monotonic()
         status: ProcessStatus = await self._call("status")
         return status
 
@@ -84,6 +102,7 @@ class RayProcess:
     async def stop(self) -> None:
         """See ProcessHandle."""
         await self._call("stop")
+        self._stopped = True
 
     async def wait_dead(self) -> str:
         """See ProcessHandle."""
@@ -127,7 +146,17 @@ class RayProcess:
         rank = next(rank for rank, death in enumerate(deaths) if death.done())
         self.kill()
         reasons = await asyncio.gather(*deaths)
+        await self._certainly_gone(reasons)
         return reasons[rank] if not self._others else f"rank {rank} of {len(actors)}: {reasons[rank]}"
+
+    async def _certainly_gone(self, reasons: Sequence[str]) -> None:
+        """Return once no process of it can write anything; ``reasons``: Ray's, of each rank's end."""
+        for one in self._identities:
+            if one.is_here:
+                await _ended(one)
+        elsewhere = not all(one.is_here for one in self._identities)
+        if elsewhere and not self._stopped and not all(SEEN_TO_END in reason for reason in reasons):
+            await asyncio.sleep(self._asked_at + self._lifeline_s - time.monotonic())
 
     async def _call(self, method: str, *arguments: object) -> Any:
         """Ask rank 0. The worker's death is an answer too: a call that was under way may never get another.
@@ -158,6 +187,15 @@ class RayProcess:
             if isinstance(error.cause, AntiphonError):
                 raise StartFailed(str(error.cause)) from error
             raise ProcessDied(f"{method} failed: {error}") from error
+
+
+async def _ended(process: ProcessIdentity) -> None:
+    """End a process of this machine."""
+    process.kill()
+    while True:
+        if not process.lives:
+            return
+        await asyncio.sleep(GONE_POLL_S)
 
 
 async def _death_of(actor: Any) -> str:

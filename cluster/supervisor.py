@@ -15,7 +15,7 @@ from dataclasses import replace
 import structlog
 
 from antiphon.cluster.member import Member, MemberLives, MemberState, drain_and_stop
-from antiphon.cluster.process import Launcher, ProcessDied, ProcessStatus, StartFailed
+from antiphon.cluster.process import Launcher, ProcessDied, ProcessHandle, ProcessStatus, StartFailed
 from antiphon.cluster.process_plan import ProcessSpec
 from antiphon.protocol.errors import AntiphonError
 from antiphon.protocol.identity import Role, Topology
@@ -104,16 +104,28 @@ class Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         deadline = time.monotonic() + drain_timeout_s
         clean = True
+        asking = [asyncio.create_task(self._ask_on(m.handle)) for m in self.members if m.up and m.handle]
         try:
             for roles in ((Role.ROUTER,), (Role.DECODE, Role.PREFILL)):
                 running = [m for m in self.members if m.spec.role in roles and m.up]
                 left_s = max(0.0, deadline - time.monotonic())
                 clean &= all(await asyncio.gather(*(drain_and_stop(m, left_s) for m in running)))
         finally:  # a second signal cancels the draining, and nothing may be left behind all the same
+            for task in asking:
+                task.cancel()
             for member in self.members:
                 if member.handle is not None:
                     member.handle.kill()
         return clean
+
+    async def _ask_on(self, handle: ProcessHandle) -> None:
+        """A process that nobody asks ends itself, which none is to do while others drain."""
+        while True:
+            try:
+                await handle.status()
+            except ProcessDied:
+                return
+            await asyncio.sleep(self._heartbeat_s)
 
     # ------------------------------------------------------------------------------------------ operations
 

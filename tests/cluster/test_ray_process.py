@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 
 from antiphon.cluster.process import ProcessDied, StartFailed
+from antiphon.cluster.process_identity import ProcessIdentity
 from antiphon.cluster.ray_process import RayProcess
 from antiphon.protocol.errors import CheckpointError, RankLostError
 from antiphon.protocol.identity import Role, Topology, WorkerAddress
 
 NOBODY = Topology(0, ())
 ADDRESS = WorkerAddress("decode-0", Role.DECODE, 1, "tcp://127.0.0.1:1")
+
+
+SOMEWHERE = ProcessIdentity("another machine", 1, 1)
 
 
 class Gone(Exception):
@@ -32,7 +36,7 @@ class Actor:
     """Answers calls as told; lives until killed."""
 
     def __init__(self, **answers: Any) -> None:
-        self.answers = answers
+        self.answers = {"identity": SOMEWHERE, **answers}
         self.dead = asyncio.Event()
         self.called: list[tuple[Any, ...]] = []
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 
+from antiphon.cluster.actor_process import ActorProcess
 from antiphon.cluster.process import ProcessStatus
 from antiphon.protocol.errors import CheckpointError
 from antiphon.protocol.identity import Role, Topology, WorkerAddress, new_epoch
 
 
-class StandInActor:
+class StandInActor(ActorProcess):
     """Says where its process is in ``detail``."""
 
     ROLE = Role.PREFILL
@@ -21,9 +21,6 @@ class StandInActor:
         self._worker_id = worker_id
         self._token = cluster_token
         self._topology = Topology(0, ())
-
-    async def wait_for_ever(self) -> None:
-        await asyncio.Event().wait()
 
     async def start(self, topology: Topology) -> WorkerAddress:
         return WorkerAddress(self._worker_id, self.ROLE, new_epoch(), f"pid:{os.getpid()}")

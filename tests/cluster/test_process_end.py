@@ -1,0 +1,156 @@
+"""When a process counts as gone, and what ends one that nobody can reach."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from antiphon.cluster.lifeline import Lifeline
+from antiphon.cluster.process_identity import ProcessIdentity, _started_ticks
+from antiphon.cluster.ray_process import RayProcess
+from antiphon.protocol.identity import Role, Topology, WorkerAddress
+
+ADDRESS = WorkerAddress("prefill-0", Role.PREFILL, 1, "tcp://127.0.0.1:1")
+KILLED, SEEN = "The actor was killed by `ray.kill`.", "dead because its worker process has died"
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def identity_of(pid: int) -> ProcessIdentity:
+    started = _started_ticks(pid)
+    assert started is not None
+    return replace(ProcessIdentity.of_this_process(), pid=pid, started_ticks=started)
+
+
+class RayError(Exception):
+    pass
+
+
+class UnreachableActor:
+    """Ray says that it is dead as soon as it was asked to kill it, which touches no process."""
+
+    def __init__(self, identity: ProcessIdentity, reason: str) -> None:
+        self._answers = {"identity": identity, "start": ADDRESS, "status": None, "stop": None}
+        self._reason = reason
+        self.said_to_be_dead = asyncio.Event()
+
+    def __getattr__(self, method: str) -> Any:
+        actor = self
+
+        class Call:
+            @staticmethod
+            async def remote(*_: Any) -> Any:
+                if method == "wait_for_ever":
+                    await actor.said_to_be_dead.wait()
+                    raise RayError(actor._reason)
+                return actor._answers[method]
+
+        return Call
+
+
+@pytest.fixture(autouse=True)
+def ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, errors = ModuleType("ray"), ModuleType("ray.exceptions")
+    module.kill = lambda actor, no_restart: actor.said_to_be_dead.set()  # type: ignore[attr-defined]
+    errors.RayActorError, errors.RayTaskError = RayError, ZeroDivisionError  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", module)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", errors)
+
+
+async def started(identity: ProcessIdentity, reason: str = KILLED, lifeline_s: float = 0.4) -> RayProcess:
+    process = RayProcess(UnreachableActor(identity, reason), [], lambda _: None, lifeline_s=lifeline_s)
+    await process.start(Topology(0, ()))
+    return process
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_one_of_this_machine_is_ended_though_ray_does_not_reach_it(
+    child: subprocess.Popen[bytes], stopped: bool
+) -> None:
+    identity = identity_of(child.pid)
+    process = await started(identity)
+    if stopped:
+        os.kill(child.pid, signal.SIGSTOP)
+    process.kill()
+    async with asyncio.timeout(10):
+        await process.wait_dead()
+    assert not identity.lives
+    assert child.wait(5) == -signal.SIGKILL
+
+
+async def test_one_elsewhere_counts_as_gone_only_when_its_lifeline_has_run_out() -> None:
+    elsewhere = replace(ProcessIdentity.of_this_process(), machine="another")
+    process = await started(elsewhere)
+    await process.status()
+    asked_at = time.monotonic()
+    process.kill()
+    await process.wait_dead()
+    assert time.monotonic() - asked_at >= 0.35
+    assert ProcessIdentity.of_this_process().lives, "the number means another process there"
+
+
+@pytest.mark.parametrize(("reason", "stops"), [(SEEN, False), (KILLED, True)])
+async def test_one_elsewhere_is_not_waited_for_when_its_end_is_known(reason: str, stops: bool) -> None:
+    elsewhere = replace(ProcessIdentity.of_this_process(), machine="another")
+    process = await started(elsewhere, reason, lifeline_s=3600.0)
+    if stops:
+        await process.stop()
+    process.kill()
+    async with asyncio.timeout(5):
+        await process.wait_dead()
+
+
+def test_a_number_that_another_process_has_by_now_is_not_the_same_process(
+    child: subprocess.Popen[bytes],
+) -> None:
+    identity = identity_of(child.pid)
+    earlier = replace(identity, started_ticks=identity.started_ticks - 1)
+    assert identity.lives
+    assert not earlier.lives
+    earlier.kill()
+    assert child.poll() is None
+    identity.kill()
+    child.wait(5)
+    assert not identity.lives
+    identity.kill()
+
+
+def test_a_dead_process_that_nobody_waited_for_does_not_live(child: subprocess.Popen[bytes]) -> None:
+    identity = identity_of(child.pid)
+    os.kill(child.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while identity.lives:
+        assert time.monotonic() < deadline
+
+
+def test_a_process_ends_when_nobody_asks_for_it_any_more() -> None:
+    ends: list[float] = []
+    lifeline = Lifeline(0.3, lambda: ends.append(time.monotonic()))
+    time.sleep(0.4)
+    assert not ends, "nobody has begun to ask"
+    for _ in range(4):
+        asked_at = time.monotonic()
+        lifeline.asked()
+        time.sleep(0.15)
+    assert not ends
+    deadline = time.monotonic() + 10
+    while not ends:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert ends[0] - asked_at >= 0.29
