@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,6 +48,7 @@ from antiphon.engine.settings import EngineSettings
 from antiphon.model.checkpoint.load import fill
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.config import preset
+from antiphon.model.cuda_roads import ChunkChoices
 from antiphon.model.cuda_transformer import CudaTransformer
 from antiphon.model.forward import LanguageModel
 from antiphon.model.transformer import Transformer
@@ -123,12 +124,14 @@ class Bench:
         return tuple(random.Random(seed).choices(range(most), k=tokens))
 
 
-def make_bench(name: str, device: torch.device, resident_fp8: bool = False) -> Bench:
+def make_bench(
+    name: str, device: torch.device, resident_fp8: bool = False, chunks: ChunkChoices | None = None
+) -> Bench:
     """A synthesized model: the fast one on a GPU, the plain one in float32 on a CPU."""
     config = preset(name)
     parameters = synthesize_parameters(config, 0, device)
     if device.type == "cuda":
-        fast = CudaTransformer(config, parameters, device, resident_fp8=resident_fp8)
+        fast = CudaTransformer(config, parameters, device, resident_fp8=resident_fp8, chunks=chunks)
         return Bench(name, fast, device, torch.bfloat16, resident_fp8)
     model = Transformer(config, torch.float32, device)
     fill(model, parameters)
@@ -213,9 +216,19 @@ def decode_point(bench: Bench, batch: int, context: int, steps: int) -> Record:
 
 
 def prefill_point(
-    bench: Bench, tokens: int, chunk: int, repeats: int, *, chunk_graphs: bool = False
+    bench: Bench,
+    tokens: int,
+    chunk: int,
+    repeats: int,
+    *,
+    chunk_graphs: bool = False,
+    choices: ChunkChoices | None = None,
 ) -> Record:
-    """Median time from a prompt of ``tokens`` to its first token; the first prompt warms up."""
+    """Median time from a prompt of ``tokens`` to its first token; the first prompt warms up.
+
+    Args:
+        choices: with which the model was made; the record names them.
+    """
     chunk = min(chunk, -(-tokens // PAGE) * PAGE)
     settings = bench.settings(
         sequences=2,
@@ -239,6 +252,8 @@ def prefill_point(
     resident = "mxfp4 and fp8" if bench.resident_fp8 else "mxfp4"
     extra: dict[str, object] = {"resident_weights": resident, "chunk_tokens": chunk, "repeats": repeats}
     extra["road"] = loop.executor.road
+    if choices is not None:
+        extra.update({name: value for name, value in asdict(choices).items() if value})
     floor = prefill_floor_ms(bench.model.config, tokens, form)
     value = statistics.median(times[1:])
     return _record(bench, BENCH_PREFILL, value, floor, extra, batch=1, input_tokens=tokens)
@@ -298,6 +313,11 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
+def _choices(options: argparse.Namespace) -> ChunkChoices | None:
+    choices = ChunkChoices(options.fp8_projections, options.expert_tile)
+    return None if choices == ChunkChoices() else choices
+
+
 def run(bench: Bench, options: argparse.Namespace) -> list[Record]:
     """Every point that was asked for; prints a line for each."""
     records = []
@@ -310,7 +330,9 @@ def run(bench: Bench, options: argparse.Namespace) -> list[Record]:
     for tokens in _numbers(options.prefill):
         free_memory()
         record = prefill_point(
-            bench, tokens, options.chunk, options.repeats, chunk_graphs=options.chunk_graphs
+            *(bench, tokens, options.chunk, options.repeats),
+            chunk_graphs=options.chunk_graphs,
+            choices=_choices(options),
         )
         records.append(record)
         _say(record, f"prefill, {tokens} tokens")
@@ -344,9 +366,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--chunk-graphs", action="store_true", help="replay chunks from CUDA graphs")
     parser.add_argument("--resident-fp8", action="store_true", help="hold FP8 experts for long chunks too")
+    parser.add_argument("--fp8-projections", action="store_true", help="the attention's, of long chunks")
+    parser.add_argument("--expert-tile", type=int, help="tokens of an expert's tile in long chunks")
     parser.add_argument("--out", type=Path, default=RESULTS / "engine.json")
     options = parser.parse_args(arguments)
-    bench = make_bench(options.model, torch.device(options.device), options.resident_fp8)
+    bench = make_bench(options.model, torch.device(options.device), options.resident_fp8, _choices(options))
     records = run(bench, options)
     append_records(options.out, records)
     return int(any(record.extra.get("ok") is False for record in records))

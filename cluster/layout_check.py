@@ -23,6 +23,8 @@ CONTEXT_BYTES = 3 * GIB
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 WIDE_TILE = 256
 """Tokens of the experts' largest tile (``kernels.moe.mixed``, which this module must not load)."""
+FP8_TILE, FP8_SCALE_BYTES = 128, 4
+"""Rows and columns of an FP8 block with one scale (``kernels.moe.fp8_weights``, the same)."""
 
 
 def pools(config: DeploymentConfig) -> Iterator[tuple[Role, WorkerConfig]]:
@@ -174,9 +176,22 @@ def _weights_of(
     if worker.device == "cpu":
         size = DTYPE_BYTES[config.model.dtype]
         return (rest // 2 + values) * size
+    projections = _projection_bytes(model) if worker.fp8_projections else 0
     if worker.fp8_experts == "resident":
-        return sum(stored.values()) + values
-    return sum(stored.values()) + values // model.hidden_size  # a byte for the exponent of every row
+        return sum(stored.values()) + projections + values
+    # A byte for the exponent of every row.
+    return sum(stored.values()) + projections + values // model.hidden_size
+
+
+def _projection_bytes(model: GptOssConfig) -> int:
+    """Of all layers' FP8 projections of the attention."""
+    heads = model.num_attention_heads * model.head_dim
+    rows = heads + 2 * model.num_key_value_heads * model.head_dim
+    tiles = sum(
+        math.ceil(a / FP8_TILE) * math.ceil(b / FP8_TILE)
+        for a, b in ((rows, model.hidden_size), (model.hidden_size, heads))
+    )
+    return model.num_hidden_layers * tiles * (FP8_TILE**2 + FP8_SCALE_BYTES)
 
 
 def _page_bytes(config: DeploymentConfig, worker: WorkerConfig, model: GptOssConfig) -> int:
@@ -202,6 +217,9 @@ def _workspace_bytes(config: DeploymentConfig, role: Role, worker: WorkerConfig,
     experts = model.num_experts // (worker.tensor_parallel if worker.expert_parallel else 1)
     spare = experts * WIDE_TILE if worker.device == "cuda" else 0
     activations = (tokens * (per_token + model.experts_per_token * per_pair) + spare * per_pair) * size
+    if computes and worker.fp8_projections:
+        width = model.num_attention_heads * model.head_dim
+        activations += (tokens + WIDE_TILE) * math.ceil(width / FP8_TILE) * (FP8_TILE + FP8_SCALE_BYTES)
     logits = 3 * 4 * worker.max_batch_size * model.vocab_size if role is Role.DECODE else 0
     slots = config.staging_slots("prefill" if role is Role.PREFILL else "decode")
     staging = slots * config.transfer.staging_slot_mib * 2**20

@@ -116,6 +116,7 @@ def _load(role: Role, config: DeploymentConfig, mine: WorkerConfig) -> LanguageM
     if config.model.dtype != "bfloat16":
         raise ConfigError(f"model.dtype {config.model.dtype}: a GPU computes in bfloat16")
     from antiphon.model.cuda_load import load_cuda_model  # loads Triton
+    from antiphon.model.cuda_roads import ChunkChoices
 
     if config.kernels.require_built:
         require_built_kernels(path, mine, "cuda")
@@ -124,6 +125,7 @@ def _load(role: Role, config: DeploymentConfig, mine: WorkerConfig) -> LanguageM
         with_unembedding=samples,
         resident_fp8=mine.fp8_experts == "resident",
         weight_cache=weight_cache(config),
+        chunks=ChunkChoices(fp8_projections=True) if mine.fp8_projections else None,
     )
     _log.info("%s worker runs on the %s road", role, model.road)
     inexact, blocks = model.inexact_blocks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,8 @@ from antiphon.kernels.attention import prefill_hopper
 from antiphon.kernels.attention.decode import DecodeAttention
 from antiphon.kernels.attention.prefill import prefill_attention
 from antiphon.kernels.attention.prefill_hopper import chunk_rope_and_write, hopper_prefill_attention
-from antiphon.kernels.dense import skinny
+from antiphon.kernels.dense import fp8_projection, skinny
+from antiphon.kernels.dense.fp8_projection import Fp8Projection, ProjectionWorkspace
 from antiphon.kernels.dense.norm import add_rms_norm_
 from antiphon.kernels.dense.rope import rope_and_write, rotation_table
 from antiphon.kernels.moe import chunk_norm
@@ -18,6 +21,7 @@ from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import GptOssConfig
 from antiphon.model.cuda_roads import Road
 from antiphon.model.cuda_weights import LayerWeights
+from antiphon.model.workspaces import Workspaces
 
 
 class AttentionBlock:
@@ -37,6 +41,12 @@ class AttentionBlock:
         )
         self._rotation = rotation_table(inv_freq.to(device), concentration, config.max_context_tokens)
         self._decode_attention: dict[int, DecodeAttention] = {}
+        self._fp8_buffers = Workspaces(partial(ProjectionWorkspace, device=device))
+
+    def reserve(self, tokens: int, weights: LayerWeights) -> None:
+        """Have buffers for so many tokens of such layers that never move."""
+        if weights.fp8 is not None and tokens >= fp8_projection.MIN_TOKENS:
+            self._fp8_buffers.reserve(tokens)
 
     def attend(
         self,
@@ -58,7 +68,8 @@ class AttentionBlock:
                 pdl=True,
             )
         else:
-            qkv = torch.nn.functional.linear(normed, weights.qkv_weight, weights.qkv_bias)
+            fp8 = None if weights.fp8 is None else weights.fp8.qkv
+            qkv = self._project(normed, weights.qkv_weight, weights.qkv_bias, fp8)
             rotation = (qkv, positions, sequences.slot, self._rotation, kv_layer)
             if self._hopper:
                 chunk_rope_and_write(*rotation, query)
@@ -86,9 +97,15 @@ class AttentionBlock:
         if self._skinny(x.shape[0]):
             skinny.output_projection_(mixed, weights.out_weight, weights.out_bias, x, pdl=True)
             return None
-        delta = torch.nn.functional.linear(mixed, weights.out_weight, weights.out_bias)
+        fp8 = None if weights.fp8 is None else weights.fp8.out
+        delta = self._project(mixed, weights.out_weight, weights.out_bias, fp8)
         add_norm = chunk_norm.add_rms_norm_ if self._hopper else add_rms_norm_
         return add_norm(delta, x, weights.mlp_norm, self._config.rms_norm_eps)
+
+    def _project(self, x: Tensor, weight: Tensor, bias: Tensor, fp8: Fp8Projection | None) -> Tensor:
+        if fp8 is not None and x.shape[0] >= fp8_projection.MIN_TOKENS:
+            return fp8_projection.project(x, fp8, self._fp8_buffers.of(x.shape[0]))
+        return torch.nn.functional.linear(x, weight, bias)
 
     def _skinny(self, tokens: int) -> bool:
         return self._hopper and tokens <= skinny.MAX_TOKENS

@@ -6,10 +6,9 @@ tokens; nothing falls back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from antiphon.kernels.reference import ExpertMatrix
 from antiphon.kernels.router import route
 from antiphon.model.config import GptOssConfig
 from antiphon.model.converted_experts import ConvertedExperts
+from antiphon.model.workspaces import Workspaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,52 +116,34 @@ class PortableExpertLayers:
         return x, rms_norm(x, following_norm, config.rms_norm_eps)
 
 
-class _Buffers(Protocol):
-    max_tokens: int
-
-
-W = TypeVar("W", bound=_Buffers)
-
-
-class _Workspaces(Generic[W]):
-    """The buffers of steps of any size; steps of one size, the usual case, allocate once."""
-
-    def __init__(self, make: Callable[[int], W]) -> None:
-        self._make = make
-        self._largest: W | None = None
-        self._reserved: list[W] = []
-        """What captured graphs may hold: never freed, even when something larger has taken its place."""
-
-    def of(self, tokens: int) -> W:
-        """Buffers for a step of so many tokens, and for the largest seen."""
-        if self._largest is None or self._largest.max_tokens < tokens:
-            self._largest = self._make(tokens)
-        return self._largest
-
-    def reserve(self, tokens: int) -> None:
-        """Have buffers for so many tokens that stay where they are."""
-        workspace = self.of(tokens)
-        if not any(workspace is held for held in self._reserved):
-            self._reserved.append(workspace)
-
-
 class HopperExpertLayers:
     """The kernels made for GPT-OSS on sm_90: 4 bits streamed for few tokens, e4m3 products for many.
 
     Args:
         resident_fp8: hold every layer's FP8 tiles beside the 4-bit weights and multiply long chunks by them;
             otherwise the grouped GEMM widens the 4-bit weights itself.
+        tile: tokens of an expert's tile in long chunks; None chooses by what was measured.
+
+    Raises:
+        ValueError: no kernel is built for such a tile.
     """
 
-    def __init__(self, config: GptOssConfig, device: torch.device, resident_fp8: bool) -> None:
+    def __init__(
+        self, config: GptOssConfig, device: torch.device, resident_fp8: bool, tile: int | None = None
+    ) -> None:
+        built = prefill.TILES if resident_fp8 else mixed.TILES
+        if tile is not None and tile not in built:
+            raise ValueError(f"expert tiles of {tile} tokens, expected one of {built}")
         self._config = config
+        self._tile = tile
         self.resident_fp8 = resident_fp8
         self.inexact_blocks = self.blocks = 0
         self._routers: list[tuple[Tensor, Tensor]] = []
         self._layers: list[ConvertedExperts] = []
         self._workspace = MoeWorkspace(MAX_TOKENS, config.num_experts, device)
-        self._fp8_buffers = _Workspaces(partial(Fp8Workspace, all_experts=config.num_experts, device=device))
-        self._mixed_buffers = _Workspaces(
+        fp8 = partial(Fp8Workspace, all_experts=config.num_experts, device=device)
+        self._fp8_buffers = Workspaces(partial(fp8, tile=prefill.MEASURED_TILE if tile is None else tile))
+        self._mixed_buffers = Workspaces(
             partial(MixedWorkspace, all_experts=config.num_experts, device=device)
         )
 
@@ -227,5 +209,5 @@ class HopperExpertLayers:
             return x, prefill.moe_add_rms_norm_(normed, ids, weights, experts.fp8, buffers, *behind)
         return x, mixed.moe_add_rms_norm_(
             *(normed, ids, weights, experts.streamed, experts.exponents),
-            *(self._mixed_buffers.of(x.shape[0]), *behind),
+            *(self._mixed_buffers.of(x.shape[0]), *behind, self._tile),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -21,6 +22,19 @@ class Road(StrEnum):
     """Kernels made for the published models' shape on sm_90."""
     PORTABLE = "portable"
     """Triton and cuBLAS, for any shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkChoices:
+    """How the Hopper road multiplies long chunks, beyond where their FP8 experts come from.
+
+    Attributes:
+        fp8_projections: hold the attention's projections in FP8 too, and take those for long chunks.
+        expert_tile: tokens of an expert's tile; None chooses by what was measured.
+    """
+
+    fp8_projections: bool = False
+    expert_tile: int | None = None
 
 
 def hopper_obstacle(config: GptOssConfig, device: torch.device) -> str | None:

@@ -17,8 +17,14 @@ from antiphon.model.config import GptOssConfig
 from antiphon.model.converted_experts import ConvertedExperts
 from antiphon.model.cuda_attention import AttentionBlock
 from antiphon.model.cuda_experts import ExpertLayers, HopperExpertLayers, PortableExpertLayers
-from antiphon.model.cuda_roads import Road, choose_road, hopper_obstacle, load_libraries
-from antiphon.model.cuda_weights import add_hopper_layers, collect_parameters, layer_experts, layer_weights
+from antiphon.model.cuda_roads import ChunkChoices, Road, choose_road, hopper_obstacle, load_libraries
+from antiphon.model.cuda_weights import (
+    add_hopper_layers,
+    collect_parameters,
+    layer_experts,
+    layer_weights,
+    with_fp8_projections,
+)
 from antiphon.model.forward import ForwardBatch, KvLayers
 from antiphon.protocol.errors import CheckpointError
 
@@ -37,11 +43,12 @@ class CudaTransformer:
             those while it multiplies, for models that fill the device.
         converted: all layers' experts in the form of the HOPPER road, whose matrices are then not among
             ``parameters``; None converts those.
+        chunks: on the HOPPER road, how long chunks are multiplied; None takes the defaults.
 
     Raises:
         CheckpointError: a parameter is missing, surplus or given twice.
         ValueError: HOPPER was asked for and cannot serve this shape or device, or another road is given
-            converted experts.
+            converted experts or choices.
         KernelLibraryError: HOPPER's kernels were not built.
     """
 
@@ -54,6 +61,7 @@ class CudaTransformer:
         road: Road | None = None,
         resident_fp8: bool = False,
         converted: Sequence[ConvertedExperts] | None = None,
+        chunks: ChunkChoices | None = None,
     ) -> None:
         self.config = config
         self.device = torch.device(device)
@@ -63,17 +71,20 @@ class CudaTransformer:
             if reason is not None:
                 raise ValueError(f"the Hopper kernels cannot run this model: {reason}")
             load_libraries()
-        elif converted is not None:
-            raise ValueError(f"converted experts are of no use to the {self.road} road")
+        elif converted is not None or chunks is not None:
+            raise ValueError(f"converted experts and choices are of no use to the {self.road} road")
+        chunks = chunks or ChunkChoices()
         tensors = collect_parameters(parameters, self.device, skip_unembedding=not with_unembedding)
         self._embedding = tensors.pop("embedding.weight")
         self._norm = tensors.pop("norm.scale").bfloat16()
         self._unembedding = tensors.pop("unembedding.weight") if with_unembedding else None
         layers = config.num_hidden_layers
         self._layers = [layer_weights(tensors, layer) for layer in range(layers)]
+        if chunks.fp8_projections:
+            self._layers = [with_fp8_projections(weights) for weights in self._layers]
         self._experts: ExpertLayers
         if self.road is Road.HOPPER:
-            self._experts = hopper = HopperExpertLayers(config, self.device, resident_fp8)
+            self._experts = hopper = HopperExpertLayers(config, self.device, resident_fp8, chunks.expert_tile)
             add_hopper_layers(hopper, tensors, layers, converted)
         else:
             self._experts = PortableExpertLayers(config)
@@ -86,6 +97,7 @@ class CudaTransformer:
     def reserve(self, tokens: int) -> None:
         """See ``model.forward.ReservesBuffers``."""
         self._experts.reserve(tokens)
+        self._attention.reserve(tokens, self._layers[0])
 
     @property
     def inexact_blocks(self) -> tuple[int, int]:

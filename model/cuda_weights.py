@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from antiphon.kernels.dense.fp8_projection import Fp8Projection
 from antiphon.kernels.reference import ExpertMatrix
 from antiphon.model.converted_experts import ConvertedExperts
 from antiphon.model.cuda_experts import CheckpointExperts
@@ -27,6 +28,27 @@ class LayerWeights:
     out_weight: Tensor
     out_bias: Tensor
     mlp_norm: Tensor
+    fp8: Fp8Projections | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Projections:
+    """The attention's projections of one layer in FP8, beside the bf16 ones that short steps take."""
+
+    qkv: Fp8Projection
+    out: Fp8Projection
+
+
+def with_fp8_projections(weights: LayerWeights) -> LayerWeights:
+    """The same layer with its projections rounded to FP8 as well.
+
+    Raises:
+        ValueError: no kernel is built for such shapes.
+    """
+    qkv = Fp8Projection.from_weight(weights.qkv_weight, weights.qkv_bias)
+    return replace(
+        weights, fp8=Fp8Projections(qkv, Fp8Projection.from_weight(weights.out_weight, weights.out_bias))
+    )
 
 
 def collect_parameters(

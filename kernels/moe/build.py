@@ -45,12 +45,14 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     # stream
     "antiphon_moe_fp8_rank": (*(_POINTER,) * 7, *(_NUMBER,) * 4, _POINTER),
     # x, ids, expert_weights, rank, first_tile, activations, row_weight, slots, tokens, first_expert, experts,
-    # stream
-    "antiphon_moe_fp8_quantise": (*(_POINTER,) * 8, *(_NUMBER,) * 3, _POINTER),
-    # activations, weights, weight_scales, bias, tiles, tile_count, hidden, grid, stream
-    "antiphon_moe_fp8_gate_up": (*(_POINTER,) * 7, _NUMBER, _POINTER),
-    # hidden, weights, weight_scales, bias, tiles, tile_count, row_weight, rows, grid, stream
-    "antiphon_moe_fp8_down": (*(_POINTER,) * 8, _NUMBER, _POINTER),
+    # tile_rows, stream
+    "antiphon_moe_fp8_quantise": (*(_POINTER,) * 8, *(_NUMBER,) * 4, _POINTER),
+    # activations, weights, weight_scales, bias, tiles, tile_count, hidden, tile_rows, grid, stream
+    "antiphon_moe_fp8_gate_up": (*(_POINTER,) * 7, *(_NUMBER,) * 2, _POINTER),
+    # hidden, weights, weight_scales, bias, tiles, tile_count, row_weight, rows, tile_rows, grid, stream
+    "antiphon_moe_fp8_down": (*(_POINTER,) * 8, *(_NUMBER,) * 2, _POINTER),
+    # x, activations, weights, weight_scales, bias, out, tokens, columns, rows, tile_rows, grid, stream
+    "antiphon_moe_fp8_project": (*(_POINTER,) * 6, *(_NUMBER,) * 5, _POINTER),
     # rows, slots, out, tokens, stream
     "antiphon_moe_fp8_combine": (*(_POINTER,) * 3, _NUMBER, _POINTER),
     # rows, slots, residual, norm, out, eps, tokens, stream

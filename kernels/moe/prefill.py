@@ -1,6 +1,6 @@
 """The MoE of a long chunk on sm_90: e4m3 weights in 128 x 128 tiles, e4m3 activations, float32 sums.
 
-Five launches: rank the pairs within their experts, quantise the activations into tiles of 256 tokens, gate/up
+Five launches: rank the pairs within their experts, quantise the activations into tiles of tokens, gate/up
 with bias and SwiGLU whose output is already the second operand, down with bias and routing weight, combine.
 """
 
@@ -15,7 +15,10 @@ from antiphon.kernels.moe.expert_range import TOP_K, held_experts
 from antiphon.kernels.moe.fp8_weights import TILE, TILES_K, Fp8Experts
 from antiphon.kernels.moe.streamed import DIM
 
-TILE_TOKENS = 256
+TILES = (128, 256)
+"""Tokens of a tile that the kernels are built for."""
+MEASURED_TILE = 256
+"""What has been measured, and is taken unless a tile is named."""
 
 
 class Fp8Workspace:
@@ -25,9 +28,11 @@ class Fp8Workspace:
         max_tokens: largest chunk.
         all_experts: experts of the model.
         first_expert, experts: the contiguous range that this rank holds; all of them by default.
+        tile: tokens of a tile, one of TILES. With 128 a block has registers to multiply while it adds up what
+            it multiplied before, and reads twice as much for each product.
 
     Raises:
-        ValueError: no tokens, or beyond 128 experts.
+        ValueError: no tokens, beyond 128 experts, or another tile.
     """
 
     def __init__(
@@ -37,7 +42,11 @@ class Fp8Workspace:
         device: torch.device,
         first_expert: int = 0,
         experts: int | None = None,
+        tile: int = MEASURED_TILE,
     ) -> None:
+        if tile not in TILES:
+            raise ValueError(f"tiles of {tile} tokens, expected one of {TILES}")
+        self.tile = tile
         self.max_tokens = max_tokens
         self.first_expert = first_expert
         self.experts = held_experts(all_experts, first_expert, experts)
@@ -45,8 +54,8 @@ class Fp8Workspace:
             raise ValueError(f"a chunk of {max_tokens} tokens; there must be at least 1")
         self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
         pairs = max_tokens * TOP_K
-        tiles = min(pairs, pairs // TILE_TOKENS + self.experts)
-        rows = tiles * TILE_TOKENS
+        tiles = min(pairs, pairs // tile + self.experts)
+        rows = tiles * tile
 
         def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
@@ -58,8 +67,8 @@ class Fp8Workspace:
         self.tiles = buffer(tiles, 4, dtype=torch.int32)
         self.tile_count = buffer(1, dtype=torch.int32)
         self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        self.activations = buffer(tiles, TILES_K, TILE_TOKENS * (TILE + 4), dtype=torch.uint8)
-        self.hidden = buffer(tiles, TILES_K, TILE_TOKENS * TILE, dtype=torch.uint8)
+        self.activations = buffer(tiles, TILES_K, tile * (TILE + 4), dtype=torch.uint8)
+        self.hidden = buffer(tiles, TILES_K, tile * TILE, dtype=torch.uint8)
         self.row_weight = buffer(rows, dtype=torch.float32)
         self.rows = buffer(rows, DIM, dtype=torch.bfloat16)
 
@@ -137,7 +146,7 @@ def route(expert_ids: Tensor, workspace: Fp8Workspace) -> None:
         *(expert_ids.data_ptr(), workspace.rank.data_ptr(), workspace.counts.data_ptr()),
         *(workspace.first_tile.data_ptr(), workspace.tiles.data_ptr(), workspace.tile_count.data_ptr()),
         *(workspace.ticket.data_ptr(), expert_ids.numel(), workspace.first_expert, workspace.experts),
-        TILE_TOKENS,
+        workspace.tile,
     )
 
 
@@ -147,7 +156,7 @@ def quantise(x: Tensor, expert_ids: Tensor, expert_weights: Tensor, workspace: F
         "fp8_quantise",
         *(x.data_ptr(), expert_ids.data_ptr(), expert_weights.data_ptr(), workspace.rank.data_ptr()),
         *(workspace.first_tile.data_ptr(), workspace.activations.data_ptr(), workspace.row_weight.data_ptr()),
-        *(workspace.slots.data_ptr(), x.shape[0], workspace.first_expert, workspace.experts),
+        *(workspace.slots.data_ptr(), x.shape[0], workspace.first_expert, workspace.experts, workspace.tile),
     )
 
 
@@ -158,13 +167,13 @@ def run_experts(experts: Fp8Experts, workspace: Fp8Workspace) -> None:
         "fp8_gate_up",
         *(workspace.activations.data_ptr(), experts.gate_up.values.data_ptr()),
         *(experts.gate_up.scales.data_ptr(), experts.gate_up_bias.data_ptr(), *tiles),
-        *(workspace.hidden.data_ptr(), workspace.blocks),
+        *(workspace.hidden.data_ptr(), workspace.tile, workspace.blocks),
     )
     launch(
         "fp8_down",
         *(workspace.hidden.data_ptr(), experts.down.values.data_ptr(), experts.down.scales.data_ptr()),
         *(experts.down_bias.data_ptr(), *tiles, workspace.row_weight.data_ptr()),
-        *(workspace.rows.data_ptr(), workspace.blocks),
+        *(workspace.rows.data_ptr(), workspace.tile, workspace.blocks),
     )
 
 

@@ -105,6 +105,17 @@ def test_captured_chunks_are_counted_where_prompts_are_computed() -> None:
     assert len(set(decode.values())) == 1
 
 
+def test_fp8_projections_are_counted_with_what_quantises_their_inputs() -> None:
+    shape = PRESETS["gpt-oss-20b"]
+    without, with_them = (
+        rank_needs(config(prefill={"fp8_projections": fp8, "chunk_tokens": 1024}), shape)[0]
+        for fp8 in (False, True)
+    )
+    # 5120 x 2880 and 2880 x 4096 in blocks of 128 x 128, a byte a value and a scale a block
+    assert with_them.weights - without.weights == 24 * (40 * 23 + 23 * 32) * (128 * 128 + 4)
+    assert with_them.workspace - without.workspace == (1024 + 256) * 32 * (128 + 4)
+
+
 @pytest.mark.parametrize(
     ("sections", "says"),
     [

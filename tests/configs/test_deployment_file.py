@@ -45,6 +45,7 @@ def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
             MODEL + "prefill: {device: cuda, tensor_parallel: 2, chunk_graph_tokens: [64]}\n",
             "with tensor_parallel 2",
         ),
+        (MODEL + "prefill: {fp8_projections: true}\n", "fp8_projections on device cpu"),
         (MODEL + "prefill: {chunk_graph_tokens: standard}\n", "on device cpu"),
         (MODEL + "prefill: {device: cuda, chunk_graph_tokens: [128, 64]}\n", "do not ascend"),
         (MODEL + "prefill: {device: cuda, chunk_graph_tokens: [64, 1024]}\n", "chunk_tokens 512"),

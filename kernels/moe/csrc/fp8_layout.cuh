@@ -12,12 +12,16 @@ namespace antiphon::fp8 {
 constexpr int kDim = 2880;                          // hidden and expert size
 constexpr int kTileK = 128;
 constexpr int kTilesK = (kDim + kTileK - 1) / kTileK;  // 23, the last one half full
-constexpr int kTileRows = 256;                      // tokens of one expert
-constexpr int kTileBytes = kTileRows * kTileK;
-constexpr int kScaleBytes = kTileRows * 4;
-constexpr int kScaledTileBytes = kTileBytes + kScaleBytes;  // values, then one float a row
 constexpr int kTileN = 128;                         // rows of a weight tile
 constexpr int kWeightTileBytes = kTileN * kTileK;
+
+// A tile of ROWS tokens of one expert: 128 columns of values, then one float a row.
+template <int ROWS>
+struct TokenTileBytes {
+  static constexpr int kValues = ROWS * kTileK;
+  static constexpr int kScales = ROWS * 4;
+  static constexpr int kScaled = kValues + kScales;
+};
 
 // |swiglu| <= 7 * (7 + 1) = 56 by the clamps: one factor fits e4m3 (448) for every value, whatever the token.
 constexpr float kHiddenFactor = 8.0f;

@@ -1,8 +1,7 @@
 // Around the grouped FP8 GEMM: ranks of the (token, k) pairs within their experts and the token tiles; the
 // activations quantised per row and 128 columns and laid out for the tensor core; the combine.
 
-#include "fp8_layout.cuh"
-#include "hopper.cuh"
+#include "fp8_quantise.cuh"
 
 namespace antiphon::fp8 {
 namespace {
@@ -93,8 +92,8 @@ struct Quantisation {
   const __nv_bfloat16* expert_weight;  // [tokens, 4]
   const int* rank;                     // [tokens * 4]
   const int* first_tile;               // [experts]
-  uint8_t* activations;                // [tiles, 23, kScaledTileBytes]
-  float* row_weight;                   // [tiles * 256]
+  uint8_t* activations;                // [tiles, 23, kScaled bytes]
+  float* row_weight;                   // [tiles * tile rows]
   int* slots;                          // [tokens * 4] row of each pair among all tiles, -1 when not ours
   int tokens, first_expert, experts;
 };
@@ -102,6 +101,7 @@ struct Quantisation {
 constexpr int kQuantiseWarps = 8;
 
 // One warp per token: quantised once, written to the row of each of its experts.
+template <int TILE_ROWS>
 __global__ void __launch_bounds__(kQuantiseWarps * 32) quantise_kernel(const __grid_constant__ Quantisation a) {
   const int token = blockIdx.x * kQuantiseWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (token >= a.tokens) return;
@@ -111,37 +111,23 @@ __global__ void __launch_bounds__(kQuantiseWarps * 32) quantise_kernel(const __g
     const int pair = token * kTopK + k;
     const long long local = a.ids[pair] - a.first_expert;
     slot[k] = -1;
-    if (local >= 0 && local < a.experts) slot[k] = a.first_tile[local] * kTileRows + a.rank[pair];
+    if (local >= 0 && local < a.experts) slot[k] = a.first_tile[local] * TILE_ROWS + a.rank[pair];
     if (lane == 0) {
       a.slots[pair] = slot[k];
       if (slot[k] >= 0) a.row_weight[slot[k]] = __bfloat162float(a.expert_weight[pair]);
     }
   }
-  uint2 raw[kTilesK];
-#pragma unroll
-  for (int i = 0; i < kTilesK; ++i) {
-    const int column = i * kTileK + lane * 4;
-    raw[i] = make_uint2(0, 0);
-    if (column < kDim) raw[i] = *reinterpret_cast<const uint2*>(a.x + static_cast<size_t>(token) * kDim + column);
-  }
-#pragma unroll
-  for (int i = 0; i < kTilesK; ++i) {
-    const float v[4] = {__uint_as_float(raw[i].x << 16), __uint_as_float(raw[i].x & 0xFFFF0000u),
-                        __uint_as_float(raw[i].y << 16), __uint_as_float(raw[i].y & 0xFFFF0000u)};
-    const float largest = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
-    const float peak = fmaxf(__uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(largest))), 1e-20f);
-    const float factor = 448.0f / peak;
-    const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(v[0] * factor, v[1] * factor), __NV_SATFINITE, __NV_E4M3);
-    const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(v[2] * factor, v[3] * factor), __NV_SATFINITE, __NV_E4M3);
+  using Tile = TokenTileBytes<TILE_ROWS>;
+  quantise_row<kDim>(a.x + static_cast<size_t>(token) * kDim, [&](int i, uint32_t word, float scale) {
 #pragma unroll
     for (int k = 0; k < kTopK; ++k) {
       if (slot[k] < 0) continue;
-      const int row = slot[k] % kTileRows;
-      uint8_t* tile = a.activations + (static_cast<size_t>(slot[k] / kTileRows) * kTilesK + i) * kScaledTileBytes;
-      *reinterpret_cast<uint32_t*>(tile + swizzled(row, lane * 4)) = low | (high << 16);
-      if (lane == 0) *reinterpret_cast<float*>(tile + kTileBytes + row * 4) = peak / 448.0f;
+      const int row = slot[k] % TILE_ROWS;
+      uint8_t* tile = a.activations + (static_cast<size_t>(slot[k] / TILE_ROWS) * kTilesK + i) * Tile::kScaled;
+      *reinterpret_cast<uint32_t*>(tile + swizzled(row, lane * 4)) = word;
+      if (lane == 0) *reinterpret_cast<float*>(tile + Tile::kValues + row * 4) = scale;
     }
-  }
+  });
 }
 
 constexpr int kCombineThreads = 360;  // eight columns each
@@ -194,8 +180,9 @@ extern "C" int antiphon_moe_fp8_rank(const void* ids, int* rank, int* counts, in
 
 extern "C" int antiphon_moe_fp8_quantise(const void* x, const void* ids, const void* expert_weight, const int* rank,
                                          const int* first_tile, void* activations, float* row_weight, int* slots,
-                                         int tokens, int first_expert, int experts, void* stream) {
+                                         int tokens, int first_expert, int experts, int tile_rows, void* stream) {
   namespace fp8 = antiphon::fp8;
+  if (tile_rows != 128 && tile_rows != 256) return cudaErrorInvalidValue;
   const fp8::Quantisation a = {static_cast<const __nv_bfloat16*>(x),
                                static_cast<const long long*>(ids),
                                static_cast<const __nv_bfloat16*>(expert_weight),
@@ -207,8 +194,9 @@ extern "C" int antiphon_moe_fp8_quantise(const void* x, const void* ids, const v
                                tokens,
                                first_expert,
                                experts};
-  return antiphon::launch(fp8::quantise_kernel, dim3((tokens + fp8::kQuantiseWarps - 1) / fp8::kQuantiseWarps),
-                          dim3(fp8::kQuantiseWarps * 32), 0, static_cast<cudaStream_t>(stream), false, a);
+  const dim3 grid((tokens + fp8::kQuantiseWarps - 1) / fp8::kQuantiseWarps), block(fp8::kQuantiseWarps * 32);
+  return antiphon::launch(tile_rows == 128 ? fp8::quantise_kernel<128> : fp8::quantise_kernel<256>, grid, block, 0,
+                          static_cast<cudaStream_t>(stream), false, a);
 }
 
 extern "C" int antiphon_moe_fp8_combine(const void* rows, const int* slots, void* out, int tokens, void* stream) {

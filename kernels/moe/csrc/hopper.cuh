@@ -186,6 +186,12 @@ __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value
 // Keeps the computation of an operand above the fence that follows.
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)::"memory"); }
 
+// sum += value * factor, not moved above a wait before it. Unlike pin it defines no register of other products, which
+// may still be under way: the assembler would have them wait for one another.
+__device__ __forceinline__ void multiply_add_in_order(float& sum, const float& value, float factor) {
+  asm volatile("fma.rn.f32 %0, %1, %2, %0;" : "+f"(sum) : "f"(value), "f"(factor));
+}
+
 // Descriptor of a K-major operand without swizzle: core matrices of 8 rows x 16 bytes, contiguous.
 // `k_stride`: bytes from a core matrix to the next along K; `row_stride`: to the next 8 rows.
 // Adding bytes / 16 moves the address.

@@ -243,6 +243,12 @@ inline uint32_t __viaddmin_s16x2_relu(uint32_t a, uint32_t b, uint32_t most) {
   }
   return result;
 }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xFF) << (8 * i);
+  return result;
+}
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }
 template <typename Value>
 inline Value __ldcg(const Value* from) {
@@ -424,6 +430,9 @@ inline void wgmma_commit() {}
 inline void wgmma_wait_all() {}
 inline void pin(float&) {}
 inline void pin(uint32_t&) {}
+inline void multiply_add_in_order(float& sum, const float& value, float factor) {
+  sum = std::fma(value, factor, sum);
+}
 
 // Wider than the hardware's: address / 16 in the low half.
 inline uint64_t wgmma_descriptor(uint32_t address, uint32_t k_stride, uint32_t row_stride) {
@@ -502,6 +511,30 @@ inline void wgmma_e4m3_registers(float* d, const uint32_t* a, uint64_t b, int ac
       }
       d[4 * j + c] = (accumulate ? d[4 * j + c] : 0.0f) + upper;
       d[4 * j + c + 2] = (accumulate ? d[4 * j + c + 2] : 0.0f) + lower;
+    }
+  }
+}
+
+// Both operands in shared memory, swizzled. A warp takes 16 of the 64 rows.
+inline void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const auto read = [](uint64_t operand, int row, float (&values)[32]) {
+    const uint32_t address = static_cast<uint32_t>(operand) << 4, offset = address % 128;
+    const uint8_t* rows = on_host::shared_pointer(address - offset);
+    for (int k = 0; k < 32; ++k)
+      values[k] = on_host::e4m3(rows[row * 128 + ((offset / 16 + k / 16) ^ (row % 8)) * 16 + k % 16]);
+  };
+  float rows[2][32], column[32];
+  for (int half = 0; half < 2; ++half) read(a, warp * 16 + g + 8 * half, rows[half]);
+  for (int j = 0; j < 16; ++j) {
+    for (int c = 0; c < 2; ++c) {
+      read(b, 8 * j + 2 * t + c, column);
+      for (int half = 0; half < 2; ++half) {
+        float sum = 0.0f;
+        for (int k = 0; k < 32; ++k) sum += rows[half][k] * column[k];
+        float& at = d[4 * j + 2 * half + c];
+        at = (accumulate ? at : 0.0f) + sum;
+      }
     }
   }
 }
