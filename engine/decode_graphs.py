@@ -185,7 +185,7 @@ class DecodeGraphs:
         )
 
     def _sample(self, size: int, way: Way) -> Tensor:
-        return choose_uniform(self._memory, self._model.logits(self._graphs[size].output), way)
+        return choose_uniform(self._memory, self._model, self._graphs[size].output, way)
 
 
 def table_pages(max_sequence_tokens: int, page_size: int) -> int:

@@ -22,6 +22,7 @@ from antiphon.engine.sampling_math import (
 from antiphon.engine.step_memory import INVERSE_TEMPERATURE, MIN_P, TOP_K, TOP_P, UNIFORM, StepMemory
 from antiphon.engine.token_masks import TokenMasks, forbid
 from antiphon.kernels.sampling import choose_tokens
+from antiphon.model.forward import ChoosesTokens, LanguageModel
 from antiphon.protocol.messages import SamplingParams
 
 STATUS_COLUMN, CHOSEN_COLUMN, TOP_COLUMN = 1, 2, 3
@@ -89,10 +90,13 @@ class Wishes:
     @property
     def uniform_way(self) -> Way | None:
         """The way of every row, when they want nothing else and it needs no sorting."""
-        plain = len(self.groups) == 1 and self.adjustments is None and not len(self.asked)
-        if not plain or self.groups[0].has_min_p or self.groups[0].way > Way.BY_ID:
-            return None
-        return self.groups[0].way
+        return self.groups[0].way if self.plain and len(self.groups) == 1 else None
+
+    @property
+    def plain(self) -> bool:
+        """Whether every row is greedy or drawn from the whole vocabulary, and wants nothing else."""
+        nothing_else = self.adjustments is None and self.masks is None and not len(self.asked)
+        return nothing_else and all(group.way <= Way.BY_ID and not group.has_min_p for group in self.groups)
 
     def columns(self, vocabulary: int) -> int:
         """Width of a result."""
@@ -134,9 +138,23 @@ def choose(memory: StepMemory, logits: Tensor, wishes: Wishes) -> Tensor:
     return torch.cat(columns, dim=-1)
 
 
-def choose_uniform(memory: StepMemory, logits: Tensor, way: Way) -> Tensor:
-    """``choose`` for rows that all want ``way``, GREEDY or BY_ID, and no more; on a GPU in few launches."""
-    rows = len(logits)
+def choose_uniform(memory: StepMemory, model: LanguageModel, hidden: Tensor, way: Way) -> Tensor:
+    """``choose`` for rows that all want ``way``, GREEDY or BY_ID, and no more; on a GPU in few launches.
+
+    Where several ranks hold the vocabulary, each chooses among its own tokens, and no logits are gathered;
+    rows of both ways may go together there, as BY_ID.
+
+    Args:
+        hidden: [M, H] by row.
+    """
+    rows = len(hidden)
+    if isinstance(model, ChoosesTokens):
+        parameters = memory.parameters[:, :rows]
+        draws = torch.stack((parameters[INVERSE_TEMPERATURE], parameters[UNIFORM]))
+        chosen = model.choose(hidden, None if way is Way.GREEDY else draws)
+        memory.sampled[:rows].copy_(chosen[:, 0].long())
+        return chosen
+    logits = model.logits(hidden)
     if not logits.is_cuda:
         return choose(memory, logits, uniform_wishes(way, rows))
     pdl = torch.cuda.get_device_capability(logits.device) >= (9, 0)

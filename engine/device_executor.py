@@ -132,7 +132,7 @@ class DeviceExecutor:
                 tail.replay()
                 sampling.fetch(tail.output[: len(work)])
             else:
-                sampling.fetch(sampling.choose(self._model.logits(hidden)))
+                sampling.fetch(sampling.choose_from(self._model, hidden))
 
         host.in_use = self._runtime.submit(issue)
         return _Launched(host.in_use, host, sampling.read)
@@ -158,7 +158,7 @@ class DeviceExecutor:
             chosen = sampling.constrained(step_masks(constrained))
 
             def choose() -> None:
-                chosen.fetch(chosen.choose(self._model.logits(hidden[0])))
+                chosen.fetch(chosen.choose_from(self._model, hidden[0]))
 
             return self._runtime.submit(choose), chosen.read
 

@@ -27,6 +27,7 @@ from antiphon.engine.device_choice import (
     Way,
     Wishes,
     choose,
+    choose_uniform,
     way_of,
 )
 from antiphon.engine.device_runtime import Completion
@@ -43,6 +44,7 @@ from antiphon.engine.step_memory import (
     StepMemory,
 )
 from antiphon.engine.token_masks import TokenMasks
+from antiphon.model.forward import ChoosesTokens, LanguageModel
 from antiphon.protocol.messages import SamplingParams, TokenLogprobs
 
 
@@ -65,6 +67,17 @@ class StepSampling:
     def choose(self, logits: Tensor) -> Tensor:
         """Issue the choice, [M, V] float32 by row -> result."""
         return choose(self.sampler.memory, logits, self.wishes)
+
+    def choose_from(self, model: LanguageModel, hidden: Tensor) -> Tensor:
+        """Issue the choice, hidden states [M, H] by row -> result.
+
+        Where several ranks hold the vocabulary, logits are gathered whole only if a row asks for more than a
+        greedy or a plainly drawn token: top-k, top-p, min-p, penalties, biases, log-probabilities, a grammar.
+        """
+        if self.wishes.plain and isinstance(model, ChoosesTokens):
+            way = max(group.way for group in self.wishes.groups)
+            return choose_uniform(self.sampler.memory, model, hidden, way)
+        return self.choose(model.logits(hidden))
 
     def fetch(self, result: Tensor) -> None:
         """Issue the copy of the result to the host."""

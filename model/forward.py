@@ -43,6 +43,20 @@ class ReservesBuffers(Protocol):
         """Have buffers for steps of up to so many tokens that never move: graphs may hold them."""
 
 
+@runtime_checkable
+class ChoosesTokens(Protocol):
+    """A model that chooses tokens without the whole logits in one place, because several ranks hold them."""
+
+    def choose(self, hidden: Tensor, draws: Tensor | None = None) -> Tensor:
+        """[M, H] -> [M, 2] float64: a token per row, and 0 or, where the best logit is not finite, 1.
+
+        Args:
+            draws: [2, M] float64, 1 / temperature and a number in [0, 1) for each row, whose token is drawn
+                from the whole vocabulary in the order of ids. Absent, or with 0 for 1 / temperature, it is
+                the lowest id among the best.
+        """
+
+
 class LanguageModel(Protocol):
     """A model on one rank."""
 

@@ -5,6 +5,7 @@ FORWARD     sizes of the batch, pages and page size of rank 0       the packed b
 LOGITS      rows                                                    hidden states
 GREEDY      rows                                                    hidden states
 TOP_K       rows, k                                                 hidden states
+CHOOSE      rows, whether some are drawn                            hidden states, and then what draws need
 MESSAGE     bytes                                                   (control group) the bytes
 HEARTBEAT                                                           (control group) a sum of ones
 CAPTURE     number of a graph                                       the command to record follows
@@ -41,6 +42,7 @@ class Command(IntEnum):
     TOP_K = 6
     CAPTURE = 7
     REPLAY = 8
+    CHOOSE = 9
 
 
 class RankModel(LanguageModel, Protocol):
@@ -55,6 +57,9 @@ class RankModel(LanguageModel, Protocol):
 
     def top_k(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """[M, H] -> the k best logits [M, k] float32 and their ids [M, k] int64."""
+
+    def choose(self, hidden: Tensor, draws: Tensor | None = None) -> Tensor:
+        """See ``model.forward.ChoosesTokens``."""
 
     def facts(self) -> dict[str, object]:
         """What all ranks must have in common, by name."""

@@ -37,7 +37,7 @@ from antiphon.model.forward import ForwardBatch, KvLayers
 from antiphon.model.parallel.communicator import Communicator
 from antiphon.model.parallel.cuda_experts import HopperRankExperts, PortableRankExperts, RankExperts
 from antiphon.model.parallel.layout import ParallelLayout
-from antiphon.model.parallel.vocabulary import argmax_over_ranks, top_k_over_ranks
+from antiphon.model.parallel.vocabulary import argmax_over_ranks, choose_over_ranks, top_k_over_ranks
 from antiphon.protocol.errors import CheckpointError, ConfigError
 
 
@@ -201,6 +201,13 @@ class CudaRankTransformer:
         """[M, H] -> the k best logits [M, k] float32 and their ids [M, k] int64; see ``top_k_over_ranks``."""
         return top_k_over_ranks(
             self._local_logits(hidden), self.shape.vocabulary.start, k, self._communicator
+        )
+
+    @torch.no_grad()
+    def choose(self, hidden: Tensor, draws: Tensor | None = None) -> Tensor:
+        """See ``model.forward.ChoosesTokens``; the logits stay where they are."""
+        return choose_over_ranks(
+            self._local_logits(hidden), self.shape.vocabulary.start, self._communicator, draws
         )
 
     def facts(self) -> dict[str, object]:

@@ -90,6 +90,8 @@ class FollowerLoop:
                 self._model.greedy(self._hidden(numbers[0]))
             case Command.TOP_K:
                 self._model.top_k(self._hidden(numbers[0]), numbers[1])
+            case Command.CHOOSE:
+                self._choose(numbers[0], with_draws=bool(numbers[1]))
             case Command.CAPTURE:
                 self._capture(numbers[0])
             case Command.REPLAY:
@@ -112,6 +114,13 @@ class FollowerLoop:
         self._steps += 1
         after_layer = None if self._after_layer is None else partial(self._after_layer, self._steps)
         self._model.forward(batch, self._kv, after_layer)
+
+    def _choose(self, rows: int, *, with_draws: bool) -> None:
+        hidden, draws = self._hidden(rows), None
+        if with_draws:
+            empty = torch.empty(2, rows, dtype=torch.float64, device=self._model.device)
+            draws = self._group.communicator.broadcast(empty)
+        self._model.choose(hidden, draws)
 
     def _hidden(self, rows: int) -> Tensor:
         shape = (rows, self._model.config.hidden_size)

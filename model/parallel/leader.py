@@ -165,6 +165,14 @@ class LeaderModel:
         with self._command():
             return self._model.top_k(self._announce(Command.TOP_K, hidden, k), k)
 
+    def choose(self, hidden: Tensor, draws: Tensor | None = None) -> Tensor:
+        """See ``model.forward.ChoosesTokens``; raises as ``logits`` does."""
+        with self._command():
+            hidden = self._announce(Command.CHOOSE, hidden, int(draws is not None))
+            if draws is not None:
+                draws = self._group.communicator.broadcast(draws.contiguous())
+            return self._model.choose(hidden, draws)
+
     def for_all_ranks(self, captured: Captured) -> Captured:
         """What replays a graph on every rank, given the one that was just captured here.
 

@@ -18,7 +18,7 @@ from antiphon.model.config import GptOssConfig
 from antiphon.model.forward import ForwardBatch, KvLayers
 from antiphon.model.parallel.communicator import Communicator
 from antiphon.model.parallel.layout import ParallelLayout
-from antiphon.model.parallel.vocabulary import argmax_over_ranks, top_k_over_ranks
+from antiphon.model.parallel.vocabulary import argmax_over_ranks, choose_over_ranks, top_k_over_ranks
 from antiphon.model.transformer import Embedding, Linear, RMSNorm, TransformerBlock, Yarn
 from antiphon.protocol.errors import ConfigError
 
@@ -126,6 +126,12 @@ class ParallelTransformer(nn.Module):
     def top_k(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """[M, H] -> the k best logits [M, k] float32 and their ids [M, k] int64; see ``top_k_over_ranks``."""
         return top_k_over_ranks(self._local_logits(hidden), self.shape.vocabulary.start, k, self.communicator)
+
+    @torch.no_grad()
+    def choose(self, hidden: Tensor, draws: Tensor | None = None) -> Tensor:
+        """See ``model.forward.ChoosesTokens``; the logits stay where they are."""
+        logits = self._local_logits(hidden).float()
+        return choose_over_ranks(logits, self.shape.vocabulary.start, self.communicator, draws)
 
     def facts(self) -> dict[str, object]:
         """What all ranks must have in common, by name."""

@@ -65,12 +65,40 @@ def requests() -> list[EngineRequest]:
     return found
 
 
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 1.0},
+    "top-p": {"temperature": 0.9, "top_p": 0.7},
+    "top-k": {"temperature": 1.1, "top_k": 5},
+    "min-p": {"temperature": 1.0, "min_p": 0.05},
+    "penalties": {"temperature": 0.7, "frequency_penalty": 0.8, "presence_penalty": 0.4},
+    "bias": {"temperature": 0.0, "logit_bias": ((3, 4.0), (7, -5.0))},
+    "logprobs": {"temperature": 1.0, "top_logprobs": 3},
+}
+
+
+def sampled_requests(*ways: str) -> list[EngineRequest]:
+    found = []
+    for index, way in enumerate(ways):
+        prompt = torch.randint(2, 128, (9 + index,), generator=torch.Generator().manual_seed(index)).tolist()
+        params = SamplingParams(**{"max_tokens": 12, "seed": 40 + index, "ignore_eos": True} | SAMPLED[way])
+        found.append(
+            EngineRequest(f"{index} {way}", 1, RequestKind.COLOCATED, tuple(prompt), sampling=params)
+        )
+    return found
+
+
 def run(
-    model: LanguageModel, overlap: bool, kv_heads: int | None = None, graphs: bool = False
+    model: LanguageModel,
+    overlap: bool,
+    kv_heads: int | None = None,
+    graphs: bool = False,
+    sampled: tuple[str, ...] = (),
 ) -> dict[str, list[int]]:
-    """Tokens of every request, from an engine that has to preempt some."""
+    """Tokens of every request, from an engine that has to preempt some of ``requests``."""
     loop = EngineLoop(model, settings(model.config, overlap, graphs), kv_heads=kv_heads)
-    for request in requests():
+    asked = sampled_requests(*sampled) if sampled else requests()
+    for request in asked:
         loop.submit(request)
     tokens: defaultdict[str, list[int]] = defaultdict(list)
     finished = preempted = 0
@@ -83,8 +111,8 @@ def run(
             if isinstance(event, TokensSampled):
                 assert event.position == len(tokens[event.request_id])
                 tokens[event.request_id] += event.token_ids
-    assert finished == len(requests())
-    assert preempted
+    assert finished == len(asked)
+    assert preempted or sampled
     loop.check_pages()
     return dict(tokens)
 
@@ -164,3 +192,57 @@ def test_batches_chunks_prefixes_and_preemption_equal_one_rank(
 def test_the_texts_are_worth_comparing(expected: dict[str, list[int]]) -> None:
     assert all(len(set(tokens)) > 8 for tokens in expected.values())
     assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "gathers", "graphs"),
+    [
+        (("greedy", "greedy"), False, True),
+        (("drawn", "drawn"), False, True),
+        (("greedy", "drawn", "greedy"), False, False),
+        *((("drawn", way), True, False) for way in SAMPLED if way not in ("greedy", "drawn")),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_logits_are_gathered_only_where_a_row_needs_them(
+    sampled: tuple[str, ...],
+    gathers: bool,
+    graphs: bool,
+    single: Transformer,
+    spread_config: GptOssConfig,
+    in_ranks: Ranks,
+) -> None:
+    expected = run(single, overlap=True, sampled=sampled)
+    gathered: list[int] = []
+
+    def work(group: RankGroup) -> dict[str, list[int]] | None:
+        layout = ParallelLayout(2, True, group.rank)
+        model = ParallelTransformer(spread_config, layout, group.communicator, torch.float32)
+        fill(model, shard_parameters(spread_config, layout, synthesize_parameters(spread_config, seed=2)))
+        kv_heads = len(model.shape.kv_heads)
+        if group.rank > 0:
+            cache = PagedKvCache(
+                spread_config,
+                full_pages=FULL_PAGES,
+                sliding_pages=SLIDING_PAGES,
+                page_size=PAGE,
+                dtype=torch.float32,
+                kv_heads=kv_heads,
+            )
+            FollowerLoop(model, cache, group).run()
+            return None
+        whole = model.logits
+
+        def noting(hidden: Tensor) -> Tensor:
+            gathered.append(len(hidden))
+            return whole(hidden)
+
+        model.logits = noting  # type: ignore[method-assign]
+        leader = LeaderModel(model, group)
+        leader.start()
+        found = run(leader, True, kv_heads, graphs, sampled)
+        leader.close()
+        return found
+
+    assert in_ranks(2, work)[0] == expected
+    assert bool(gathered) is gathers

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from antiphon.engine.sampling_math import draw_by_id, scaled_weights
 from antiphon.model.parallel.rank_group import RankGroup
-from antiphon.model.parallel.vocabulary import argmax_over_ranks, top_k_over_ranks
+from antiphon.model.parallel.vocabulary import argmax_over_ranks, choose_over_ranks, top_k_over_ranks
 
 Ranks = Callable[..., list[Any]]
 WIDTH = 8
@@ -55,6 +56,46 @@ def test_a_nan_is_the_highest_as_it_is_for_the_sampler(in_ranks: Ranks) -> None:
     whole[1, [12, 20]] = math.nan
     assert argmax(whole, in_ranks) == [30, 12, 0]
     assert argmax(whole, in_ranks) == whole.numpy().argmax(-1).tolist()
+
+
+def choose(whole: Tensor, in_ranks: Ranks, draws: Tensor | None = None) -> Tensor:
+    results = in_ranks(4, lambda group: choose_over_ranks(*columns(whole, group), group.communicator, draws))
+    assert all(torch.equal(result, results[0]) for result in results)
+    found: Tensor = results[0]
+    return found
+
+
+def test_greedy_choice_says_whether_the_best_is_finite(in_ranks: Ranks) -> None:
+    whole = logits([0.0] * 32, [1.0], [1.0], [-math.inf] * 32)
+    whole[0, [9, 25]] = 3.0
+    whole[1, [12, 20]] = math.nan
+    whole[2, 31] = math.inf
+    assert choose(whole, in_ranks).tolist() == [[9, 0], [12, 1], [31, 1], [0, 1]]
+
+
+def test_draws_equal_those_from_whole_rows(in_ranks: Ranks) -> None:
+    """Every share of the whole, both ends included, at several temperatures; greedy rows between them."""
+    generator = torch.Generator().manual_seed(5)
+    rows = 400
+    whole = torch.randn(rows, 4 * WIDTH, generator=generator) * 3
+    whole[:, 7:11] = -math.inf  # across two ranks: never drawn
+    uniform = torch.rand(rows, generator=generator, dtype=torch.float64)
+    uniform[:2] = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+    inverse = torch.tensor([1.0, 0.0, 2.0, 1e-3, 1e31], dtype=torch.float64).repeat(rows // 5)
+    found = choose(whole, in_ranks, torch.stack((inverse, uniform)))
+    drawn = draw_by_id(scaled_weights(whole, inverse[:, None], None), uniform[:, None])
+    expected = torch.where(inverse > 0, drawn, whole.argmax(-1))
+    assert found[:, 0].long().tolist() == expected.tolist()
+    assert not found[:, 1].any()
+    assert len(set(found[:, 0].tolist())) > 20, "most ids were drawn"
+    assert not set(range(7, 11)) & {int(token) for token in found[:, 0].tolist()}
+
+
+def test_a_draw_from_what_is_no_number_is_an_id_all_the_same(in_ranks: Ranks) -> None:
+    whole = logits([math.nan] * 32, [-math.inf] * 32, [math.inf] * 32)
+    found = choose(whole, in_ranks, torch.tensor([[1.0] * 3, [0.3, 0.5, 0.9]], dtype=torch.float64))
+    assert found[:, 1].tolist() == [1, 1, 1]
+    assert all(0 <= token < 4 * WIDTH for token in found[:, 0].tolist())
 
 
 def top_k(whole: Tensor, k: int, in_ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
