@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -141,6 +142,9 @@ def sweep(
     ranks: Annotated[int | None, typer.Option(min=1, help="Devices to use; all when absent.")] = None,
     price: Annotated[float, typer.Option(help="US dollars an hour of one GPU.")] = PRICE,
     again: Annotated[bool, typer.Option(help="Measure what the file holds already once more.")] = False,
+    limit: Annotated[
+        str | None, typer.Option(help="Begin no point after so long, such as 500s; the next run goes on.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="File of records; the project's sweep.json when absent.")
     ] = None,
@@ -177,6 +181,7 @@ def sweep(
         ),
         effort=Effort(steps, repeats, chunk),
         docs=docs,
+        seconds=_limit_s(limit),
     )
 
 
@@ -218,6 +223,12 @@ def split(
         str, typer.Option(help="Measure only these arrangements: split, colocated, or a NAME.")
     ] = "",
     again: Annotated[bool, typer.Option(help="Measure what the file holds already once more.")] = False,
+    limit: Annotated[
+        str | None,
+        typer.Option(
+            help="Begin no load that would not end within so long, such as 540s; the next run goes on."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same loads.")] = 0,
     output: Annotated[
         Path | None, typer.Option(help="File of runs; the project's split.json when absent.")
@@ -254,8 +265,15 @@ def split(
         warmup_s=parse_duration_s(warmup, "warmup"),
         output=RESULTS / "split.json" if output is None else output,
         again=again,
+        limit_s=_limit_s(limit),
         seed=seed,
     )
+
+
+def _limit_s(text: str | None) -> float:
+    from antiphon.benchmarks.serve.slo import parse_duration_s
+
+    return math.inf if text is None else parse_duration_s(text, "limit")
 
 
 def _parts(text: str) -> list[str]:

@@ -53,7 +53,7 @@ class Correction:
     """Each measured point predicted from all others."""
     layout_points: int = 0
     layout_held_out: Errors | None = None
-    """Every layout but TP1 predicted from TP1 alone."""
+    """Every layout of several ranks predicted from TP1 alone."""
 
     def apply(self, groups: Groups) -> float:
         """The corrected time."""
@@ -208,7 +208,11 @@ def _correction(
         groups, known_s = groups_of(plain(record.model), record)
         row = (groups, max(1e-9, record.value * 1e-3 - known_s))
         rows.append(row)
-        (first if record.layout == "TP1" else others).append(row)
+        layout = Layout.parse(record.layout)
+        if layout == Layout():
+            first.append(row)
+        elif layout.tp > 1:  # replicas of TP1 are not another layout to predict
+            others.append(row)
     if len(rows) < FEWEST_STEPS:
         return Correction()
     attention, experts, rest = non_negative_fit(rows, TOWARDS_ONE)

@@ -94,13 +94,18 @@ def efficiency_table(efficiencies: Efficiencies) -> str:
 
 def step_error_table(model: CostModel) -> str:
     """Errors of whole steps on points that the fit has not seen."""
+    return table(["", "predicted", "points", "median error", "worst"], step_errors(model))
+
+
+def step_errors(model: CostModel) -> list[list[str]]:
+    """The rows of that table."""
     rows = []
     for name, whole in (("decode step", model.decode_correction), ("prompt", model.prefill_correction)):
         rows.append([name, "each point from all others", str(whole.points), *_errors(whole.held_out)])
         across = whole.layout_held_out
         points = str(whole.layout_points)
         rows.append([name, "other layouts from TP1 alone", points, *_errors(across)])
-    return table(["", "predicted", "points", "median error", "worst"], rows)
+    return rows
 
 
 def _errors(errors: Errors | None) -> list[str]:

@@ -57,12 +57,14 @@ def run_command(
     warmup_s: float = 10.0,
     output: Path,
     again: bool = False,
+    limit_s: float = math.inf,
     seed: int = 0,
 ) -> None:
     """Measure what ``output`` does not hold yet, then print goodput by limit and who wins.
 
     Raises:
-        AntiphonError: an arrangement cannot be made, started or measured; what was measured is kept.
+        AntiphonError: an arrangement cannot be made, started or measured, or the time is over; what was
+            measured is kept and printed.
     """
     ladder = Ladder(
         first_rate_per_s,
@@ -86,11 +88,13 @@ def run_command(
         )
 
     async def all_runs() -> None:
-        await run_comparison(wanted, mixes, load, output, again=again, on_run=on_run)
+        await run_comparison(wanted, mixes, load, output, again=again, on_run=on_run, limit_s=limit_s)
 
-    uvloop.run(all_runs())
-    runs = [run for run in load_runs(output) if (run.model, run.device) == (load.model, load.device)]
-    print_comparison(runs, mixes, limits)
+    try:
+        uvloop.run(all_runs())
+    finally:
+        runs = [run for run in load_runs(output) if (run.model, run.device) == (load.model, load.device)]
+        print_comparison(runs, mixes, limits)
 
 
 def describe(run: LoadRun, limits: Limits) -> str:

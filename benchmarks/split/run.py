@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -23,6 +25,10 @@ FEWEST_REQUESTS = 5
 WARM_REQUESTS = 8
 WARM_RATE_PER_S = 4.0
 DRAIN_S = 30.0
+
+
+class ComparisonIncomplete(AntiphonError):
+    """An arrangement could not be measured, or the time was over; the others' runs are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,31 +121,65 @@ async def run_comparison(
     again: bool,
     on_run: OnRun,
     start: Server = start_server,
+    limit_s: float = math.inf,
 ) -> None:
     """Measure every mix on every arrangement; what ``output`` holds is not measured again.
 
-    An arrangement is started only when something of it is missing.
+    An arrangement is started only when something of it is missing. One that cannot be started or measured
+    leaves the others their turn. No load is begun that would not end within ``limit_s`` of the start.
 
     Raises:
-        AntiphonError: an arrangement cannot be started or measured; what was measured is kept.
+        ComparisonIncomplete: an arrangement failed, or the time is over; what was measured is kept.
     """
+    end = time.monotonic() + limit_s
+    failed: list[str] = []
     for arrangement in arrangements:
-        known = [] if again else [run for run in load_runs(output) if _is_of(run, arrangement, load)]
-        steps = {mix: RateSearch(load.ladder, [run for run in known if _is_mix(run, mix)]) for mix in mixes}
-        for search in steps.values():
-            for run in search.known:
-                on_run(run, True)
-        if all(search.next_rate() is None for search in steps.values()):
-            continue
-        async with start(arrangement) as url:
-            for mix, search in steps.items():
-                if search.next_rate() is not None:
-                    await load.warm(url, mix)
-                while (rate := search.next_rate()) is not None:
-                    run = await load(url, arrangement, mix, rate)
-                    append_run(output, run)
-                    search.add(run)
-                    on_run(run, False)
+        try:
+            await _measure(arrangement, mixes, load, output, again=again, on_run=on_run, start=start, end=end)
+        except AntiphonError as error:
+            failed.append(str(error))
+    if failed:
+        raise ComparisonIncomplete("; ".join(failed))
+
+
+async def _measure(
+    arrangement: Arrangement,
+    mixes: Sequence[Mix],
+    load: HttpLoad,
+    output: Path,
+    *,
+    again: bool,
+    on_run: OnRun,
+    start: Server,
+    end: float,
+) -> None:
+    """Every mix on one arrangement."""
+    known = [] if again else [run for run in load_runs(output) if _is_of(run, arrangement, load)]
+    steps = {mix: RateSearch(load.ladder, [run for run in known if _is_mix(run, mix)]) for mix in mixes}
+    for search in steps.values():
+        for run in search.known:
+            on_run(run, True)
+    if all(search.next_rate() is None for search in steps.values()):
+        return
+
+    def in_time(mix: Mix) -> None:
+        if time.monotonic() + load.ladder.duration_s + DRAIN_S > end:
+            raise ComparisonIncomplete(
+                f"{arrangement.label}, {mix.name}: no time is left; the next run goes on"
+            )
+
+    in_time(mixes[0])
+    async with start(arrangement) as url:
+        for mix, search in steps.items():
+            if search.next_rate() is not None:
+                in_time(mix)
+                await load.warm(url, mix)
+            while (rate := search.next_rate()) is not None:
+                in_time(mix)
+                run = await load(url, arrangement, mix, rate)
+                append_run(output, run)
+                search.add(run)
+                on_run(run, False)
 
 
 class RateSearch:

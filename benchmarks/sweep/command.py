@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from rich.table import Table
 
 from antiphon.benchmarks.plan.cost_model import build
 from antiphon.benchmarks.records import BENCH_DECODE, Layout, load_results
+from antiphon.benchmarks.report.markdown import step_errors
 from antiphon.benchmarks.sweep.meter import (
     DeviceType,
     Effort,
@@ -24,6 +27,7 @@ from antiphon.benchmarks.sweep.meter import (
 from antiphon.benchmarks.sweep.points import BATCHES, CONTEXTS, INPUT_TOKENS, Point, grid, layouts_for
 from antiphon.benchmarks.sweep.prices import measured_figure, pareto_front
 from antiphon.benchmarks.sweep.run import Outcome, run_sweep
+from antiphon.model.config import PRESETS
 from antiphon.protocol.errors import AntiphonError
 
 
@@ -53,14 +57,16 @@ def run_command(
     effort: Effort | None = None,
     docs: Path | None = None,
     open_meter: OpenMeter | None = None,
+    seconds: float = math.inf,
 ) -> None:
     """Measure, then print prices and the Pareto front of what was measured, and write the page of results.
 
-    ``ranks`` narrows the devices that layouts may take; all there are when absent.
+    ``ranks`` narrows the devices that layouts may take; all there are when absent. After ``seconds`` no point
+    is begun; the next run goes on with what is left.
 
     Raises:
         NotMeasurable: there is no device, or a layout that was asked for needs more than there are.
-        SweepIncomplete: some points failed; the page is written first.
+        SweepIncomplete: some points failed or are left; the page is written first.
         ConfigError, RecordError: a model or a file is not what it should be.
     """
     available = devices_here(device) if ranks is None else ranks
@@ -78,10 +84,13 @@ def run_command(
         for point, why in each.left_out:
             console.print(f"left out {point.name}: {why}", style="dim", markup=False)
     opener = open_meter or engine_opener(device, effort or Effort())
-    outcome = _with_progress(points, opener, output, again, console)
+    end = time.monotonic() + seconds
+    outcome = _with_progress(points, opener, output, again, console, lambda: time.monotonic() > end)
     _print_prices(models, output.parent, points, gpu_hour_price)
+    _print_errors(models, output.parent)
     print(
-        f"{len(outcome.measured)} measured, {len(outcome.known)} known before, {len(outcome.failed)} failed"
+        f"{len(outcome.measured)} measured, {len(outcome.known)} known before, {len(outcome.failed)} failed, "
+        f"{len(outcome.left)} left"
     )
     if docs is not None:
         from antiphon.benchmarks.report.page import write
@@ -91,10 +100,17 @@ def run_command(
     if outcome.failed:
         point, reason = outcome.failed[0]
         raise SweepIncomplete(f"{len(outcome.failed)} points failed, the first {point.name}: {reason}")
+    if outcome.left:
+        raise SweepIncomplete(f"{len(outcome.left)} points are left for the next run")
 
 
 def _with_progress(
-    points: Sequence[Point], open_meter: OpenMeter, output: Path, again: bool, console: Console
+    points: Sequence[Point],
+    open_meter: OpenMeter,
+    output: Path,
+    again: bool,
+    console: Console,
+    time_is_over: Callable[[], bool],
 ) -> Outcome:
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
@@ -105,7 +121,20 @@ def _with_progress(
             if result != "known":
                 progress.console.print(f"{point.name}: {result}", markup=False)
 
-        return run_sweep(points, open_meter, output, again=again, on_point=on_point)
+        return run_sweep(
+            points, open_meter, output, again=again, on_point=on_point, time_is_over=time_is_over
+        )
+
+
+def _print_errors(models: Sequence[str], folder: Path) -> None:
+    """What the cost model makes of the figures: errors on points and layouts that its fit has not seen."""
+    if not any(name in PRESETS for name in models):
+        return
+    model = build(next(name for name in models if name in PRESETS), load_results(folder))
+    table = Table("whole steps", "predicted", "points", "median error", "worst")
+    for row in step_errors(model):
+        table.add_row(*row)
+    Console().print(table)
 
 
 def _print_prices(

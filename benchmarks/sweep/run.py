@@ -23,6 +23,8 @@ class Outcome:
     measured: list[Record] = field(default_factory=list)
     known: list[Point] = field(default_factory=list)
     failed: list[tuple[Point, str]] = field(default_factory=list)
+    left: list[Point] = field(default_factory=list)
+    """Not begun, since the time was over."""
 
 
 def run_sweep(
@@ -33,10 +35,11 @@ def run_sweep(
     again: bool = False,
     on_point: OnPoint,
     peer: str | None = None,
+    time_is_over: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Measure the points whose figure ``output`` does not hold yet; all of them with ``again``.
 
-    ``peer`` is whose figures they are, when not this project's.
+    ``peer`` is whose figures they are, when not this project's. Once ``time_is_over`` no point is begun.
 
     A model is loaded once per layout. A layout or point that cannot be measured is a failure in the outcome,
     and the others are measured all the same.
@@ -52,11 +55,14 @@ def run_sweep(
             wanted.append(point)
     for (model, layout), group in itertools.groupby(wanted, key=lambda p: (p.model, p.layout)):
         mine = list(group)
+        if time_is_over():
+            outcome.left += mine
+            continue
         try:
             with open_meter(model, layout, mine) as meter:
-                _measure(mine, meter, output, outcome, on_point)
+                _measure(mine, meter, output, outcome, on_point, time_is_over)
         except _failures() as error:
-            done = {*(point for point, _ in outcome.failed)}
+            done = {*(point for point, _ in outcome.failed), *outcome.left}
             for point in mine:
                 if point not in done and not any(point.measured_by(r, peer) for r in outcome.measured):
                     _fail(outcome, point, error, on_point)
@@ -64,9 +70,17 @@ def run_sweep(
 
 
 def _measure(
-    points: Sequence[Point], meter: Meter, output: Path, outcome: Outcome, on_point: OnPoint
+    points: Sequence[Point],
+    meter: Meter,
+    output: Path,
+    outcome: Outcome,
+    on_point: OnPoint,
+    time_is_over: Callable[[], bool],
 ) -> None:
     for point in points:
+        if time_is_over():
+            outcome.left.append(point)
+            continue
         try:
             record = meter.measure(point)
         except _failures() as error:

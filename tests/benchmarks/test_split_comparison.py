@@ -16,7 +16,15 @@ from antiphon.benchmarks.serve.arrivals import WorkloadError
 from antiphon.benchmarks.split.arrangements import Arrangement, colocated_of, split_of
 from antiphon.benchmarks.split.mixes import MIXES, Mix, parse_mixes
 from antiphon.benchmarks.split.observed import LoadRun, append_run, best_within, load_runs
-from antiphon.benchmarks.split.run import HttpLoad, Ladder, RateSearch, device_name, run_comparison
+from antiphon.benchmarks.split.run import (
+    DRAIN_S,
+    ComparisonIncomplete,
+    HttpLoad,
+    Ladder,
+    RateSearch,
+    device_name,
+    run_comparison,
+)
 from antiphon.benchmarks.split.verdict import comparison, curve, sentence
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import AntiphonError, ConfigError
@@ -216,6 +224,42 @@ async def test_servers_are_measured_by_http_and_only_what_is_missing(script: Any
     await compare()
     assert started == first
     assert all(known for _, _, known in lines)
+
+
+async def test_one_that_does_not_start_and_too_little_time_leave_the_others_their_runs(
+    script: Any, tmp_path: Path
+) -> None:
+    fast = await script(first_s=0.01, gap_s=0.002)
+    started: list[str] = []
+
+    @asynccontextmanager
+    async def start(arrangement: Arrangement) -> AsyncIterator[str]:
+        started.append(arrangement.name)
+        if arrangement.url is None:
+            raise AntiphonError(f"{arrangement.name} does not start")
+        yield arrangement.url
+
+    ladder = Ladder(10.0, 2.0, 20.0, 1.0, 0.2, 1000.0, 25.0, 0.9, refine=0)
+    load, output = HttpLoad(ladder, "CPU", "m"), tmp_path / "split.json"
+
+    async def compare(limit_s: float) -> None:
+        await run_comparison(
+            [Arrangement("broken", 2), Arrangement("quick", 2, url=fast.url)],
+            [Mix("tiny", 5, 4)],
+            load,
+            output,
+            again=False,
+            on_run=lambda run, known: None,
+            start=start,
+            limit_s=limit_s,
+        )
+
+    with pytest.raises(ComparisonIncomplete, match=r"broken, tiny: no time.*quick, tiny: no time"):
+        await compare(DRAIN_S)
+    assert not started
+    with pytest.raises(ComparisonIncomplete, match="broken does not start"):
+        await compare(math.inf)
+    assert [run.rate_per_s for run in load_runs(output)] == [10.0, 20.0]
 
 
 def test_a_gpu_that_is_not_there_is_said() -> None:

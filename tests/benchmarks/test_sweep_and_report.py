@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from antiphon.benchmarks import records as records_module
+from antiphon.benchmarks.plan.command import basis
 from antiphon.benchmarks.plan.cost_model import build
 from antiphon.benchmarks.plan.hardware import H200
+from antiphon.benchmarks.plan.planner import Targets, plans
 from antiphon.benchmarks.records import (
     BENCH_DECODE,
     BENCH_PREFILL,
@@ -29,11 +33,11 @@ from antiphon.benchmarks.records import (
 from antiphon.benchmarks.report.page import DOCS, render
 from antiphon.benchmarks.svg import Axis, Chart, Series
 from antiphon.benchmarks.sweep import meter as meter_module
-from antiphon.benchmarks.sweep.command import SweepIncomplete, run_command
+from antiphon.benchmarks.sweep.command import Sizes, SweepIncomplete, run_command
 from antiphon.benchmarks.sweep.meter import Effort, Meter, NotMeasurable, devices_here, engine_opener
 from antiphon.benchmarks.sweep.points import Point, grid, layouts_for
 from antiphon.benchmarks.sweep.prices import Figure, figure, pareto_front
-from antiphon.benchmarks.sweep.run import run_sweep
+from antiphon.benchmarks.sweep.run import Outcome, run_sweep
 
 ONE = Layout()
 
@@ -171,6 +175,79 @@ def test_a_sweep_resumes(tmp_path: Path) -> None:
     run_sweep(points, again.open, output, again=True, on_point=lambda point, result: None)
     assert again.seen == list(points)
     assert len(load_records(output)) == 3
+
+
+def test_what_time_was_too_short_for_is_left_for_the_next_run(tmp_path: Path) -> None:
+    points = grid(build("gpt-oss-20b", []), [ONE, Layout(2)], (1024,), (1, 8), (8192,)).points
+    output, meter = tmp_path / "sweep.json", ScriptedMeter()
+
+    def sweep() -> Outcome:
+        return run_sweep(
+            points, meter.open, output, on_point=lambda *_: None, time_is_over=lambda: len(meter.seen) >= 2
+        )
+
+    outcome = sweep()
+    assert (len(outcome.measured), outcome.left, outcome.failed) == (2, list(points[2:]), [])
+    assert meter.opened == [("gpt-oss-20b", ONE)]  # the other layout's weights are not even loaded
+    meter.seen.clear()
+    outcome = sweep()
+    assert (len(outcome.known), len(outcome.measured), len(outcome.left)) == (2, 2, len(points) - 4)
+
+
+def test_the_command_ends_in_time_and_says_what_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meter, output = ScriptedMeter(), tmp_path / "s.json"
+    with pytest.raises(SweepIncomplete, match="24 points are left for the next run"):
+        run_command(["gpt-oss-20b"], output, layouts=["TP1"], ranks=1, open_meter=meter.open, seconds=-1.0)
+    assert not meter.seen
+    assert "24 left" in capsys.readouterr().out
+
+
+def test_a_second_layout_s_figures_show_how_well_it_was_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    off = 1.1
+
+    class Predicted(ScriptedMeter):
+        """TP1 as the cost model has it; whatever has more ranks takes a tenth longer."""
+
+        def measure(self, point: Point) -> Record:
+            plain, one = build(point.model, []), replace(point.layout, dp=1)
+            longer = off if one.tp > 1 else 1.0
+            if point.input_tokens is not None:
+                value_s = plain.prefill_s(one, point.input_tokens - 1)
+                value_s += plain.decode_step_s(one, 1, point.input_tokens)
+            else:
+                value_s = plain.decode_step_s(one, point.batch or 1, point.context or 1)
+            return record(point, value_s * 1e3 * longer)
+
+    sizes, docs = Sizes((1024, 8192, 32768), (1, 8, 32, 64), (8192, 32768)), tmp_path / "docs"
+    names = ["TP1", "TP2", "TP2 EP2", "TP1 DP2"]
+    output = tmp_path / "results" / "sweep.json"
+    opener = Predicted().open
+    models = ["gpt-oss-20b", "gpt-oss-120b"]
+    run_command(models, output, layouts=names, ranks=2, sizes=sizes, open_meter=opener, docs=docs)
+    rows = [line for line in capsys.readouterr().out.splitlines() if "other layouts from TP1 alone" in line]
+    cells = [[cell.strip() for cell in re.split("[│|]", row)[1:-1]] for row in rows]
+    # Replicas of TP1 are TP1 again, and would flatter.
+    decode = sum(each.bench == BENCH_DECODE and "TP2" in each.layout for each in load_records(output))
+    assert [row[:3] for row in cells] == [
+        ["decode step", "other layouts from TP1 alone", str(decode)],
+        ["prompt", "other layouts from TP1 alone", "12"],
+    ]
+    for row in cells:
+        assert float(row[3].rstrip("%")) == pytest.approx(100 * (1 - 1 / off), abs=2.5)
+    page = (docs / "benchmarks.md").read_text()
+    assert (
+        f"| decode step | other layouts from TP1 alone | {decode} | {cells[0][3]} | {cells[0][4]} |" in page
+    )
+    model = build("gpt-oss-20b", load_results(output.parent))
+    shown = basis(model, plans(model, Targets(1.0, 0.02, 2000, 200, 5))[0])
+    assert {row["class"] for row in shown if "other layouts" in row["class"]} == {
+        "whole decode step (other layouts from TP1)",
+        "whole prefill (other layouts from TP1)",
+    }
 
 
 def test_failures_are_kept_apart(tmp_path: Path) -> None:
