@@ -21,7 +21,7 @@ STAMP := $(VENV)/.installed-$(SETUP_ID)
 CLIENTS_ID := $(shell { cat requirements/clients.txt; echo '$(SETUP_ID)'; } | sha256sum | cut -c1-16)
 CLIENTS_STAMP := $(VENV)/.clients-$(CLIENTS_ID)
 
-.PHONY: help setup serve check test test-gpu bench chaos soak docs lock clean
+.PHONY: help setup serve check test test-gpu sanitize-gpu bench chaos soak docs lock clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -60,6 +60,9 @@ test: $(CLIENTS_STAMP) ## Every test that needs no GPU (PYTEST_ARGS= is passed o
 # PY=python3 uses an interpreter that already has a CUDA build of torch, as on a GPU image.
 test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## The tests that need an H200 (PY= picks the interpreter)
 	PYTHONPATH=src $(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+sanitize-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## Every kernel under compute-sanitizer, on an H200
+	PYTHONPATH=src $(PY) tests/gpu/sanitizer/run_sanitizer.py $(SANITIZER_ARGS)
 
 bench: $(STAMP) ## Measure the deployment on this machine
 	$(PY) -m antiphon.benchmarks.local_deployment --config $(CONFIG)

@@ -1,0 +1,254 @@
+"""Every kernel under compute-sanitizer's memcheck and racecheck: one line a case and tool, exit status.
+
+Run: ``make sanitize-gpu``, or this file (``--tools``, ``--cases`` with commas between several),
+where the libraries were built. ``--dry-run`` needs no GPU: Triton kernels run in its interpreter, and of CUDA
+kernels the arguments are checked against what their launchers take.
+
+Exit status: 0 clean; 1 a tool found something, or a case failed; 2 the tool cannot be used here.
+
+The sanitizer runs one launch after the other. So a launch that programmatic dependent launch would begin
+early begins when the one ahead is over, and what overlap alone could break is not seen here; tests that
+compare bits from run to run are for that. Blocks of the experts' launch wait for one another within their
+launch: they all have to be on the device at one time, which they are, one per multiprocessor; here only
+BLOCKS of them are launched, because instrumented waiting is slow. If they were not, the case would end by the
+time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+TOOLS = {
+    "memcheck": ("--check-device-heap", "no"),
+    "racecheck": ("--racecheck-report", "analysis"),
+    "synccheck": (),
+    "initcheck": (),
+}
+DEFAULT_TOOLS = "memcheck,racecheck"
+TIMEOUT_S = 280
+BLOCKS = 8
+"""What is said to be the number of multiprocessors, by which persistent kernels choose their grids."""
+CLEAN, FOUND, UNUSABLE = 0, 1, 2
+_BEGIN, _END, _FAILED = "case begins:", "case ended:", "case failed:"
+_HEADING = re.compile(r"^========= (?! )(?!COMPUTE-SANITIZER)(?!ERROR SUMMARY)(?!RACECHECK SUMMARY)(.+)")
+_UNUSABLE = ("Device not supported", "Unable to find injection library", "No attachable process")
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a tool said of one case."""
+
+    name: str
+    seconds: float = 0.0
+    ended: bool = False
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def word(self) -> str:
+        """How it went, in one word."""
+        if self.errors:
+            return "FAILED"
+        return "ok" if self.ended else "NOT RUN"
+
+    def line(self, tool: str) -> str:
+        """One line for people."""
+        text = f"{tool:10} {self.name:26} {self.word:8} {self.seconds:6.1f} s"
+        if self.warnings:
+            text += f"  {len(self.warnings)} warnings: {self.warnings[0]}"
+        return f"{text}  {self.errors[0]}" if self.errors else text
+
+
+def read_verdicts(lines: Sequence[str], names: Sequence[str]) -> list[Verdict]:
+    """Of the cases that were to run, from the merged output of them and the tool."""
+    verdicts = {name: Verdict(name) for name in names}
+    current: Verdict | None = None
+    for line in lines:
+        marker, _, rest = line.partition(": ")
+        if f"{marker}:" == _BEGIN:
+            current = verdicts[rest.strip()]
+        elif current is not None and f"{marker}:" == _END:
+            name, seconds = rest.split()
+            verdicts[name].ended, verdicts[name].seconds = True, float(seconds)
+        elif current is not None and f"{marker}:" == _FAILED:
+            current.errors.append(rest.strip())
+        elif current is not None and (found := _HEADING.match(line)):
+            heading = found.group(1).strip()
+            (current.warnings if heading.startswith("Warning") else current.errors).append(heading)
+    return list(verdicts.values())
+
+
+def check_under(tool: str, names: Sequence[str]) -> int:
+    """Run the cases under one tool and print a line each; returns the exit status."""
+    executable = shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer"
+    )
+    if executable is None:
+        print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
+        return UNUSABLE
+    command = [
+        *(executable, "--tool", tool, *TOOLS[tool], "--target-processes", "application-only"),
+        *("--destroy-on-device-error", "kernel", "--print-limit", "20"),
+        *(sys.executable, __file__, "--inside", "--cases", ",".join(names)),
+    ]
+    begin = time.perf_counter()
+    status, lines = _run(command)
+    if any(text in line for line in lines for text in _UNUSABLE):
+        print("".join(lines[-20:]), file=sys.stderr)
+        return UNUSABLE
+    verdicts = read_verdicts(lines, names)
+    for verdict in verdicts:
+        print(verdict.line(tool))
+    good = all(verdict.word == "ok" for verdict in verdicts)
+    if not good or status != 0:
+        print("".join(lines))
+    print(f"{tool}: {len(verdicts)} cases in {time.perf_counter() - begin:.0f} s, exit status {status}")
+    return CLEAN if good and status == 0 else FOUND
+
+
+def _run(command: list[str]) -> tuple[int, list[str]]:
+    """A command's exit status and lines, standard error among them; it is killed at the time limit."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+        timer = threading.Timer(TIMEOUT_S, lambda: os.killpg(process.pid, signal.SIGKILL))
+        timer.start()
+        try:
+            lines = list(process.stdout or ())
+            return process.wait(), lines
+        finally:
+            timer.cancel()
+
+
+def run_cases(names: Sequence[str], machine: Any, synchronize: Callable[[], None]) -> bool:
+    """Run cases in this process between markers; whether all went well."""
+    from sanitizer_cases import CASES
+
+    good = True
+    for name in names:
+        print(_BEGIN, name, flush=True)
+        begin = time.perf_counter()
+        try:
+            CASES[name](machine)
+            synchronize()
+        except Exception as error:
+            print(_FAILED, " ".join(str(error).split())[:200] or type(error).__name__, flush=True)
+            good = False
+        print(_END, name, round(time.perf_counter() - begin, 2), flush=True)
+    return good
+
+
+@contextmanager
+def small_device() -> Iterator[None]:
+    """Within, every device has BLOCKS multiprocessors."""
+    properties = SimpleNamespace(multi_processor_count=BLOCKS)
+    with mock.patch("torch.cuda.get_device_properties", return_value=properties):
+        yield
+
+
+def run_inside(names: Sequence[str]) -> int:
+    """What the sanitizer watches."""
+    import torch
+    from sanitizer_cases import Machine
+
+    torch.manual_seed(0)
+    with small_device():
+        good = run_cases(names, Machine(torch.device("cuda")), torch.cuda.synchronize)
+    return CLEAN if good else FOUND
+
+
+def dry_run(names: Sequence[str]) -> int:
+    """Every case without a GPU; ends with the names of all kernels that were launched."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+    from sanitizer_cases import Machine
+    from triton.runtime.interpreter import GridExecutor
+
+    from antiphon.kernels.cuda_library import CudaLibrary
+
+    launched: set[str] = set()
+    call = GridExecutor.__call__
+
+    def interpret(self: Any, *arguments: object, **options: object) -> object:
+        launched.add(self.fn.__name__)
+        return call(self, *arguments, **options)
+
+    torch.manual_seed(0)
+    with (
+        small_device(),
+        mock.patch("torch.cuda.current_stream", return_value=SimpleNamespace(cuda_stream=0)),
+        mock.patch.object(CudaLibrary, "load", side_effect=lambda: _Launchers(launched)),
+        mock.patch.object(GridExecutor, "__call__", interpret),
+    ):
+        machine = Machine(torch.device("cpu"), torch.float32, pdl=False)
+        good = run_cases(names, machine, lambda: None)
+    print("launched:", *sorted(launched), flush=True)
+    return CLEAN if good else FOUND
+
+
+class _Launchers:
+    """Stands for a CUDA library: a launch only checks that its arguments fit."""
+
+    def __init__(self, launched: set[str]) -> None:
+        self._launched = launched
+        self._functions: dict[str, _Launcher] = {}
+
+    def __getattr__(self, name: str) -> _Launcher:
+        return self._functions.setdefault(name, _Launcher(name, self._launched))
+
+
+class _Launcher:
+    def __init__(self, name: str, launched: set[str]) -> None:
+        self.argtypes: Sequence[Any] = ()
+        self._name, self._launched = name, launched
+
+    def __call__(self, *arguments: object) -> int:
+        if len(arguments) != len(self.argtypes):
+            raise TypeError(f"{self._name} takes {len(self.argtypes)} arguments, was given {len(arguments)}")
+        for kind, argument in zip(self.argtypes, arguments, strict=True):
+            kind.from_param(argument)
+        self._launched.add(self._name)
+        return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the module."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tools", default=DEFAULT_TOOLS, help=f"which of {', '.join(TOOLS)}")
+    parser.add_argument("--cases", help="names, with commas between them; all when absent")
+    parser.add_argument("--dry-run", action="store_true", help="without a GPU")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    from sanitizer_cases import CASES
+
+    names = list(CASES) if options.cases is None else options.cases.split(",")
+    tools = options.tools.split(",")
+    unknown = (set(names) - set(CASES)) | (set(tools) - set(TOOLS))
+    if unknown:
+        parser.error(f"no such case or tool: {', '.join(sorted(unknown))}")
+    if options.dry_run:
+        return dry_run(names)
+    if options.inside:
+        return run_inside(names)
+    return max(check_under(tool, names) for tool in tools)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What the sanitizer shall watch: every kernel there is, with arguments that it takes; and how it is read."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DRIVER = ROOT / "tests" / "gpu" / "sanitizer" / "run_sanitizer.py"
+
+
+@pytest.fixture(scope="module")
+def driver() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_sanitizer", DRIVER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(DRIVER), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def triton_kernels() -> set[str]:
+    """Names of the functions that are launched over a grid."""
+    names = set()
+    for path in (ROOT / "kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_launch = isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+            if is_launch and isinstance(node.func.value, ast.Name) and node.func.value.id.startswith("_"):
+                names.add(node.func.value.id)
+    return names
+
+
+def cuda_launchers() -> set[str]:
+    """Names of the functions of the libraries that launch something: those that take a stream."""
+    names = set()
+    for path in (ROOT / "kernels").rglob("*.cu"):
+        names |= set(re.findall(r"int (antiphon_\w+)\([^)]*void\* stream", path.read_text()))
+    return names
+
+
+def test_every_kernel_is_launched_with_arguments_that_it_takes() -> None:
+    done = run("--dry-run")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "case failed" not in done.stdout
+    launched = set(done.stdout.splitlines()[-1].removeprefix("launched: ").split())
+    assert len(triton_kernels()) > 10
+    assert len(cuda_launchers()) > 15
+    assert launched == triton_kernels() | cuda_launchers()
+
+
+def test_a_case_or_tool_that_does_not_exist_is_refused() -> None:
+    for arguments in (["--cases", "no_such_case"], ["--tools", "valgrind"]):
+        done = run("--dry-run", *arguments)
+        assert done.returncode == 2
+        assert f"no such case or tool: {arguments[1]}" in done.stderr
+
+
+def test_a_machine_without_the_tool_is_told_so(driver: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver.shutil, "which", lambda *_, **__: None)
+    assert driver.check_under("memcheck", ["logits"]) == driver.UNUSABLE
+
+
+CLEAN = ["========= COMPUTE-SANITIZER", "case begins: a", "case ended: a 0.5"]
+DAMAGE = [
+    "case begins: b",
+    "========= Invalid __global__ write of size 4 bytes",
+    "=========     at _route+0x70",
+    "========= ",
+    "========= Warning: Race reported between Write access at x",
+    "case failed: b cuda error",
+    "case ended: b 1.25",
+    "========= ERROR SUMMARY: 1 error",
+]
+
+
+def test_findings_belong_to_the_case_they_were_found_in(driver: ModuleType) -> None:
+    clean, damaged, missing = driver.read_verdicts([*CLEAN, *DAMAGE], ["a", "b", "c"])
+    assert (clean.word, clean.seconds, clean.errors) == ("ok", 0.5, [])
+    assert damaged.errors == ["Invalid __global__ write of size 4 bytes", "b cuda error"]
+    assert damaged.warnings == ["Warning: Race reported between Write access at x"]
+    assert damaged.line("memcheck").split()[:3] == ["memcheck", "b", "FAILED"]
+    assert missing.word == "NOT RUN"
+
+
+@pytest.mark.parametrize(
+    ("lines", "tool_status", "expected"),
+    [
+        (CLEAN, 0, 0),
+        (CLEAN, 1, 1),
+        ([*CLEAN, *DAMAGE], 0, 1),
+        (CLEAN[:2], 0, 1),
+        (["========= Error: Device not supported. Please refer to"], 1, 2),
+    ],
+    ids=["clean", "the process failed", "found", "cut off", "unusable"],
+)
+def test_the_exit_status_says_which(
+    lines: list[str], tool_status: int, expected: int, driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver.shutil, "which", lambda *_, **__: "/bin/compute-sanitizer")
+    monkeypatch.setattr(driver, "_run", lambda _: (tool_status, lines))
+    names = ["a", "b"] if len(lines) > 3 else ["a"]
+    assert driver.check_under("memcheck", names) == expected
+
+
+def test_a_case_that_hangs_ends_with_the_time_limit(
+    driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "TIMEOUT_S", 1)
+    status, lines = driver._run(["sh", "-c", "echo before; sleep 60; echo after"])
+    assert (status, lines) == (-9, ["before\n"])
