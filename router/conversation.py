@@ -56,12 +56,18 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ToolDefinition:
-    """A function the model may call; ``parameters`` is a JSON schema object, None without parameters."""
+    """A function the model may call; ``parameters`` is a JSON schema object, None without parameters.
+
+    ``custom`` is one whose caller wants a text as its input. With ``lark`` its arguments are text that
+    follows this grammar, and no JSON.
+    """
 
     name: str
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool = False
+    custom: bool = False
+    lark: str | None = None
 
 
 class ToolChoiceMode(StrEnum):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from antiphon.protocol.grammar import FreeText, JsonSchema, RegionContent
+from antiphon.protocol.grammar import FreeText, JsonSchema, LarkGrammar, RegionContent
 from antiphon.router.conversation import Conversation, ResponseFormatKind, ToolChoiceMode, ToolDefinition
 from antiphon.router.formatter import InvalidPrompt
 from antiphon.router.schema_wording import in_known_words
@@ -20,14 +20,18 @@ _JsonObject = dict[str, JsonValue]
 
 @dataclass(frozen=True, slots=True)
 class CallDemand:
-    """A function that may be called, and the schema that its arguments must follow, if there is one."""
+    """A function that may be called, and the schema or the grammar that its arguments must follow, if there
+    is one."""
 
     name: str
     schema: _JsonObject | None
+    lark: str | None = None
 
     @property
     def arguments(self) -> RegionContent:
         """What the call's arguments may be."""
+        if self.lark is not None:
+            return LarkGrammar(self.lark)
         return FreeText() if self.schema is None else JsonSchema(json.dumps(self.schema))
 
 
@@ -72,8 +76,13 @@ def demands_of(conversation: Conversation) -> AnswerDemands | None:
     bound = schema is not None or any(tool.strict for tool in tools)
     if not (forced or bound or some_are_left_out):
         return None
-    calls = (CallDemand(tool.name, _arguments(tool) if forced or tool.strict else None) for tool in tools)
-    return AnswerDemands(forced, schema, tuple(calls))
+    return AnswerDemands(forced, schema, tuple(_call_demand(tool, forced=forced) for tool in tools))
+
+
+def _call_demand(tool: ToolDefinition, *, forced: bool) -> CallDemand:
+    if tool.lark is not None:
+        return CallDemand(tool.name, None, tool.lark)
+    return CallDemand(tool.name, _arguments(tool) if forced or tool.strict else None)
 
 
 def _arguments(tool: ToolDefinition) -> _JsonObject:

@@ -1,4 +1,4 @@
-"""Whether an output can be kept to a JSON schema: decided here, before anything runs.
+"""Whether an output can be kept to a JSON schema, or to a grammar: decided here, before anything runs.
 
 Decode workers compile schemas with the same library, llguidance, so that what passes here works there.
 """
@@ -57,6 +57,15 @@ def check_schema(schema: Schema) -> None:
     problem = _problem_of(text)
     if problem is not None:
         raise UnusableSchema(problem.reason, problem.path)
+
+
+@lru_cache(maxsize=128)
+def lark_problem(definition: str) -> str | None:
+    """Why no output can be kept to a Lark grammar in llguidance's dialect; None when it can."""
+    if len(definition) > MAX_SCHEMA_BYTES:
+        return f"it is longer than {MAX_SCHEMA_BYTES} characters"
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(definition))
+    return " ".join(messages[0].split()) if is_error else None
 
 
 @dataclass(frozen=True, slots=True)

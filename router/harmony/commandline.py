@@ -30,6 +30,7 @@ from antiphon.router.harmony.responses_input import ResponsesPrompt, check_call_
 from antiphon.router.harmony.vocabulary import load_vocabulary
 from antiphon.router.openai.chat_schema import ChatCompletionRequest
 from antiphon.router.openai.chat_translate import to_conversation
+from antiphon.router.openai.custom_tools import CUSTOM
 from antiphon.router.openai.request_fields import parse_body
 from antiphon.router.openai.tool_choice import ALLOWED_TOOLS
 
@@ -205,14 +206,15 @@ def _allowed_names(choice: JsonValue) -> frozenset[str] | None:
 
 
 def _tool_name(tool: JsonValue) -> str | None:
-    """The name of a function; None for a tool of another kind."""
+    """The name of a function or a custom tool; None for a tool of another kind."""
     if isinstance(tool, str):
         return tool
     if not isinstance(tool, dict):
         raise TranscriptError(f"a tool is a {type(tool).__name__}, not an object or a name")
-    if tool.get("type", "function") != "function":
+    kind = tool.get("type", "function")
+    if kind not in ("function", CUSTOM):
         return None
-    function = tool.get("function", tool)
+    function = tool.get(str(kind), tool)
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise TranscriptError("a tool has no name")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, JsonValue
 
@@ -26,19 +26,23 @@ from antiphon.router.openai.chat_schema import ContentPart, FunctionParam
 from antiphon.router.openai.chat_translate import (
     check_schemas,
     content_text,
-    define_tools,
+    distinct_tools,
+    function_tool,
     reasoning_effort,
 )
+from antiphon.router.openai.custom_tools import CUSTOM, CustomFormat, arguments_of, custom_tool
 from antiphon.router.openai.errors import invalid, unsupported
 from antiphon.router.openai.request_fields import ApiModel, NestedModel
 from antiphon.router.openai.tool_choice import ALLOWED_TOOLS, allowed_choice, choice_of_mode, named_choice
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 _SEPARATOR = "\n"
+_CALLS = ("function_call", "custom_tool_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 class ResponsesItem(NestedModel):
-    """An item of ``input``: a message, reasoning, a function call or its output."""
+    """An item of ``input``: a message, reasoning, a call of a function or a custom tool, or its output."""
 
     type: str | None = None
     role: str | None = None
@@ -47,17 +51,28 @@ class ResponsesItem(NestedModel):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[ContentPart] | None = None
 
 
+class ResponsesCustomFormat(NestedModel):
+    """What the input of a custom tool must look like: any text, or text that follows a grammar."""
+
+    type: Literal["text", "grammar"]
+    definition: str | None = None
+    syntax: str | None = None
+
+
 class ResponsesTool(NestedModel):
-    """A tool; kinds other than ``function`` are left out of the prompt."""
+    """A tool; kinds other than ``function`` and ``custom`` are left out of the prompt."""
 
     type: str
     name: Annotated[str, Field(pattern=FUNCTION_NAME)] | None = None
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
+    format: ResponsesCustomFormat | None = None
+    """Of a custom tool."""
 
 
 class ResponsesAllowedTool(NestedModel):
@@ -68,7 +83,7 @@ class ResponsesAllowedTool(NestedModel):
 
 
 class ResponsesToolChoice(NestedModel):
-    """Forces one function (type ``function``), or leaves some to choose from (type ``allowed_tools``)."""
+    """Forces one tool (``function`` or ``custom``), or leaves some to choose from (``allowed_tools``)."""
 
     type: str
     name: str | None = None
@@ -126,7 +141,7 @@ def responses_conversation(request: ResponsesPrompt) -> tuple[Conversation, list
     if isinstance(request.input, str):
         messages.append(ChatMessage(MessageRole.USER, request.input))
     else:
-        messages += messages_of_items(request.input)
+        messages += messages_of_items(request.input, tools)
     conversation = Conversation(
         messages=tuple(messages),
         tools=tools,
@@ -139,9 +154,9 @@ def responses_conversation(request: ResponsesPrompt) -> tuple[Conversation, list
         conversation,
         "text.format.schema",
         {
-            tool.name: f"tools[{i}].parameters"
+            tool.name: f"tools[{i}].{'format.definition' if tool.type == CUSTOM else 'parameters'}"
             for i, tool in enumerate(request.tools or ())
-            if tool.name is not None and tool.type == "function"
+            if tool.name is not None and tool.type in ("function", CUSTOM)
         },
     )
     return conversation, dropped
@@ -160,16 +175,16 @@ def check_call_ids(request: ResponsesPrompt, *, history_items: int) -> None:
         return
     called: set[str | None] = set()
     for number, item in enumerate(request.input, -history_items):
-        if item.type == "function_call":
+        if item.type in _CALLS:
             called.add(item.call_id)
-        elif item.type == "function_call_output" and item.call_id not in called:
+        elif item.type in _OUTPUTS and item.call_id not in called:
             path = f"input[{number}].call_id"
-            raise invalid(
-                f"No function call with call_id '{(item.call_id or '')[:80]}' is before '{path}'.", path
-            )
+            raise invalid(f"No call with call_id '{(item.call_id or '')[:80]}' is before '{path}'.", path)
 
 
-def messages_of_items(items: Iterable[ResponsesItem]) -> list[ChatMessage]:
+def messages_of_items(
+    items: Iterable[ResponsesItem], tools: Sequence[ToolDefinition] = ()
+) -> list[ChatMessage]:
     """Conversation messages of input items; what the assistant did in a row is one message.
 
     Raises:
@@ -184,8 +199,8 @@ def messages_of_items(items: Iterable[ResponsesItem]) -> list[ChatMessage]:
             turn.texts.append(content_text(item.content, f"{path}.content"))
         elif kind == "reasoning":
             turn.reasoning.append(_reasoning_text(item))
-        elif kind == "function_call":
-            turn.calls.append(_call(item, path))
+        elif kind in _CALLS:
+            turn.calls.append(_call(item, path, tools))
         else:
             messages += turn.messages()
             turn = _AssistantTurn()
@@ -210,11 +225,15 @@ class _AssistantTurn:
         return [ChatMessage(MessageRole.ASSISTANT, text, reasoning, tuple(self.calls))]
 
 
-def _call(item: ResponsesItem, path: str) -> ToolCall:
-    for name, value in (("call_id", item.call_id), ("name", item.name), ("arguments", item.arguments)):
+def _call(item: ResponsesItem, path: str, tools: Sequence[ToolDefinition]) -> ToolCall:
+    is_custom = item.type == "custom_tool_call"
+    text = ("input", item.input) if is_custom else ("arguments", item.arguments)
+    for name, value in (("call_id", item.call_id), ("name", item.name), text):
         if value is None:
             raise invalid(f"'{path}.{name}' is missing.", f"{path}.{name}", "missing_required_parameter")
-    return ToolCall(item.call_id or "", item.name or "", item.arguments or "")
+    name = item.name or ""
+    arguments = arguments_of(item.input or "", name, tools) if is_custom else item.arguments or ""
+    return ToolCall(item.call_id or "", name, arguments)
 
 
 def _reasoning_text(item: ResponsesItem) -> str:
@@ -224,7 +243,7 @@ def _reasoning_text(item: ResponsesItem) -> str:
 
 
 def _other_message(item: ResponsesItem, kind: str | None, path: str) -> ChatMessage:
-    if kind == "function_call_output":
+    if kind in _OUTPUTS:
         if item.call_id is None or item.output is None:
             missing = f"{path}.{'call_id' if item.call_id is None else 'output'}"
             raise invalid(f"'{missing}' is missing.", missing, "missing_required_parameter")
@@ -242,14 +261,17 @@ def _other_message(item: ResponsesItem, kind: str | None, path: str) -> ChatMess
 
 
 def _tools(given: Iterable[ResponsesTool]) -> tuple[tuple[ToolDefinition, ...], list[str]]:
-    functions: list[tuple[str, FunctionParam]] = []
+    tools: list[tuple[str, ToolDefinition]] = []
     dropped: list[str] = []
     for number, tool in enumerate(given):
-        path = f"tools[{number}].name"
-        if tool.type != "function":
+        path = f"tools[{number}]"
+        if tool.type not in ("function", CUSTOM):
             dropped.append(tool.type)
         elif tool.name is None:
-            raise invalid(f"'{path}' is missing.", path, "missing_required_parameter")
+            raise invalid(f"'{path}.name' is missing.", f"{path}.name", "missing_required_parameter")
+        elif tool.type == CUSTOM:
+            definition = custom_tool(tool.name, tool.description or None, _format(tool, f"{path}.format"))
+            tools.append((f"{path}.name", definition))
         else:
             function = FunctionParam(
                 name=tool.name,
@@ -257,8 +279,15 @@ def _tools(given: Iterable[ResponsesTool]) -> tuple[tuple[ToolDefinition, ...], 
                 parameters=tool.parameters,
                 strict=tool.strict,
             )
-            functions.append((path, function))
-    return define_tools(functions), dropped
+            tools.append((f"{path}.name", function_tool(function)))
+    return distinct_tools(tools), dropped
+
+
+def _format(tool: ResponsesTool, path: str) -> CustomFormat:
+    given = tool.format
+    if given is None or given.type != "grammar":
+        return CustomFormat(path)
+    return CustomFormat(path, given.syntax, given.definition)
 
 
 def _tool_choice(choice: str | ResponsesToolChoice | None, tools: tuple[ToolDefinition, ...]) -> ToolChoice:
@@ -268,7 +297,7 @@ def _tool_choice(choice: str | ResponsesToolChoice | None, tools: tuple[ToolDefi
                 path = "tool_choice.tools"
                 raise invalid(f"'{path}' is missing.", path, "missing_required_parameter")
             return allowed_choice(choice.mode, ((t.type, t.name) for t in choice.tools), tools, "tool_choice")
-        if choice.type != "function" or choice.name is None:
+        if choice.type not in ("function", CUSTOM) or choice.name is None:
             raise unsupported("tool_choice", f"a choice of type '{choice.type[:64]}' is not available.")
         return named_choice(choice.name, tools)
     if choice not in (None, "auto", "none", "required"):

@@ -48,12 +48,20 @@ class CalledFunction(AnswerModel):
     arguments: str
 
 
+class CalledCustomTool(AnswerModel):
+    """The call itself; ``input`` is a text of the tool's form."""
+
+    name: str
+    input: str
+
+
 class ToolCallAnswer(AnswerModel):
-    """A function that the client is to call."""
+    """A function, or a custom tool, that the client is to call."""
 
     id: str
-    type: Literal["function"]
-    function: CalledFunction
+    type: Literal["function", "custom"]
+    function: CalledFunction | None = None
+    custom: CalledCustomTool | None = None
 
 
 class ChatMessageAnswer(AnswerModel):
@@ -123,7 +131,7 @@ class ResponseAnswer(AnswerModel):
     instructions: str | None
     model: str
     output: list[dict[str, JsonValue]]
-    """Items: reasoning, messages, function calls."""
+    """Items: reasoning, messages, calls of functions and of custom tools."""
     tools: list[dict[str, JsonValue]]
     parallel_tool_calls: bool
     metadata: dict[str, JsonValue]

@@ -14,6 +14,7 @@ from antiphon.router.openai.chat_schema import ChatCompletionRequest
 from antiphon.router.openai.chat_translate import to_conversation
 from antiphon.router.openai.chat_writer import ChatChoices, ChatDocument, ChatIdentity, ChatStream
 from antiphon.router.openai.context import ApiContext
+from antiphon.router.openai.custom_calls import CustomCalls
 from antiphon.router.openai.errors import invalid
 from antiphon.router.openai.generation_response import GenerationResponse
 from antiphon.router.openai.prompt_length import conversation_texts, refuse_hopeless
@@ -52,6 +53,7 @@ def chat_completion(context: ApiContext, body: bytes) -> Response:
             stops,
             context.formatter.token_bytes,
             forced_call=conversation.tool_choice.mode is ToolChoiceMode.NAMED,
+            custom_calls=CustomCalls(conversation.tools),
         )
         for _ in sampling
     ]
@@ -78,7 +80,6 @@ KNOWN_HOSTED_TOOLS = frozenset(
     {
         "code_interpreter",
         "computer_use_preview",
-        "custom",
         "file_search",
         "image_generation",
         "local_shell",

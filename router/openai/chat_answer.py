@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from antiphon.protocol.messages import FinishReason, TokenLogprobs
 from antiphon.router.formatter import (
-    ChatDelta,
     ContentDelta,
     OutputParser,
     OutputRegion,
@@ -17,6 +16,7 @@ from antiphon.router.formatter import (
     ToolCallStart,
 )
 from antiphon.router.lifecycle import EndKind
+from antiphon.router.openai.custom_calls import CustomCalls, CustomCallStart, CustomInputDelta, ShownDelta
 from antiphon.router.openai.logprobs import JsonLogprob, TokenBytes, chat_logprob
 from antiphon.router.openai.stop_strings import StopStrings
 
@@ -25,7 +25,7 @@ from antiphon.router.openai.stop_strings import StopStrings
 class AnswerDelta:
     """A delta to show, with the log-probabilities of the content tokens it completes."""
 
-    delta: ChatDelta
+    delta: ShownDelta
     logprobs: Sequence[JsonLogprob] = ()
 
 
@@ -37,13 +37,20 @@ class ChatAnswer:
     """
 
     def __init__(
-        self, parser: OutputParser, stops: Sequence[str], token_bytes: TokenBytes, forced_call: bool = False
+        self,
+        parser: OutputParser,
+        stops: Sequence[str],
+        token_bytes: TokenBytes,
+        *,
+        forced_call: bool = False,
+        custom_calls: CustomCalls | None = None,
     ) -> None:
         self._parser = parser
         self._stops = StopStrings(stops)
         self._one_by_one = bool(stops)
         self._token_bytes = token_bytes
         self._forced_call = forced_call
+        self._custom_calls = custom_calls or CustomCalls(())
         self._pending_logprobs: list[JsonLogprob] = []
         self.token_count = 0
         self.outcome: ParserOutcome | None = None
@@ -58,14 +65,14 @@ class ChatAnswer:
             return []
         if logprobs is None and not self._one_by_one:
             self.token_count += len(token_ids)
-            return [AnswerDelta(delta) for delta in self._parser.feed(token_ids)]
+            return [AnswerDelta(delta) for delta in self._custom_calls.rewrite(self._parser.feed(token_ids))]
         shown: list[AnswerDelta] = []
         for i, token_id in enumerate(token_ids):
             self.token_count += 1
             deltas = self._parser.feed((token_id,))
             if logprobs is not None and self._parser.region is OutputRegion.CONTENT:
                 self._pending_logprobs.append(chat_logprob(token_id, logprobs[i], self._token_bytes))
-            shown.extend(self._through_stops(deltas))
+            shown.extend(self._through_stops(self._custom_calls.rewrite(deltas)))
             if self.has_stopped():
                 break
         return shown
@@ -76,7 +83,7 @@ class ChatAnswer:
         self.outcome = self._parser.finish(reason)
         if self.has_stopped():
             return []
-        shown = list(self._through_stops(self.outcome.deltas))
+        shown = list(self._through_stops(self._custom_calls.rewrite(self.outcome.deltas)))
         if not self.has_stopped():
             shown.extend(self._flush_held())
         return shown
@@ -95,7 +102,7 @@ class ChatAnswer:
         pending, self._pending_logprobs = self._pending_logprobs, []
         return pending
 
-    def _through_stops(self, deltas: Iterable[ChatDelta]) -> list[AnswerDelta]:
+    def _through_stops(self, deltas: Iterable[ShownDelta]) -> list[AnswerDelta]:
         shown: list[AnswerDelta] = []
         for delta in deltas:
             if isinstance(delta, ContentDelta):
@@ -116,11 +123,12 @@ class ChatAnswer:
 
 @dataclass(slots=True)
 class CollectedCall:
-    """A whole tool call; ``arguments`` are its pieces."""
+    """A whole tool call; ``arguments`` are its pieces, or those of a custom tool's input."""
 
     id: str
     name: str
     arguments: list[str] = field(default_factory=list)
+    custom: bool = False
 
 
 @dataclass(slots=True)
@@ -142,5 +150,7 @@ class CollectedMessage:
                 self.reasoning.append(text)
             case ToolCallStart(_, name, call_id):
                 self.tool_calls.append(CollectedCall(call_id, name))
-            case ToolCallArgumentsDelta(index, text):
+            case CustomCallStart(_, name, call_id):
+                self.tool_calls.append(CollectedCall(call_id, name, custom=True))
+            case ToolCallArgumentsDelta(index, text) | CustomInputDelta(index, text):
                 self.tool_calls[index].arguments.append(text)

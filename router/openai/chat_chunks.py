@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import orjson
 
 from antiphon.router.formatter import ContentDelta, ReasoningDelta, ToolCallArgumentsDelta, ToolCallStart
-from antiphon.router.openai.chat_answer import AnswerDelta, CollectedMessage
+from antiphon.router.openai.chat_answer import AnswerDelta, CollectedCall, CollectedMessage
+from antiphon.router.openai.custom_calls import CustomCallStart, CustomInputDelta
 from antiphon.router.openai.logprobs import JsonLogprob
 from antiphon.router.openai.usage import Usage
 
@@ -66,6 +67,15 @@ class ChatChunks:
                 return self._chunk(
                     choice, b'{"reasoning":' + encoded + b',"reasoning_content":' + encoded + b"}"
                 )
+            case CustomCallStart(index, name, call_id):
+                call = {
+                    "index": index,
+                    "id": call_id,
+                    "type": "custom",
+                    "custom": {"name": name, "input": ""},
+                }
+            case CustomInputDelta(index, text):
+                call = {"index": index, "custom": {"input": text}}
             case ToolCallStart(index, name, call_id):
                 call = {
                     "index": index,
@@ -155,12 +165,12 @@ def _message(message: CollectedMessage, *, include_reasoning: bool) -> dict[str,
         reasoning = "".join(message.reasoning) or None
         document["reasoning"] = document["reasoning_content"] = reasoning
     if message.tool_calls:
-        document["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": "".join(call.arguments)},
-            }
-            for call in message.tool_calls
-        ]
+        document["tool_calls"] = [_call(call) for call in message.tool_calls]
     return document
+
+
+def _call(call: CollectedCall) -> dict[str, object]:
+    text = "".join(call.arguments)
+    if call.custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}

@@ -30,12 +30,20 @@ class FunctionCallParam(NestedModel):
     arguments: str
 
 
+class CustomCallParam(NestedModel):
+    """The call of a custom tool."""
+
+    name: str
+    input: str
+
+
 class ToolCallParam(NestedModel):
     """A call that an earlier answer made."""
 
     id: str
     type: str = "function"
-    function: FunctionCallParam
+    function: FunctionCallParam | None = None
+    custom: CustomCallParam | None = None
 
 
 class MessageParam(NestedModel):
@@ -62,11 +70,34 @@ class FunctionParam(NestedModel):
     strict: bool | None = None
 
 
+class CustomGrammarParam(NestedModel):
+    """The grammar that an input follows."""
+
+    definition: str | None = None
+    syntax: str | None = None
+
+
+class CustomFormatParam(NestedModel):
+    """What the input of a custom tool must look like: any text, or text that follows a grammar."""
+
+    type: Literal["text", "grammar"]
+    grammar: CustomGrammarParam | None = None
+
+
+class CustomToolParam(NestedModel):
+    """A tool whose input is a text."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    format: CustomFormatParam | None = None
+
+
 class ToolParam(NestedModel):
-    """A tool; kinds other than ``function`` are left out of the prompt and counted."""
+    """A tool; kinds other than ``function`` and ``custom`` are left out of the prompt and counted."""
 
     type: str
     function: FunctionParam | None = None
+    custom: CustomToolParam | None = None
 
 
 class NamedFunction(NestedModel):
@@ -80,6 +111,7 @@ class AllowedToolParam(NestedModel):
 
     type: str
     function: NamedFunction | None = None
+    custom: NamedFunction | None = None
 
 
 class AllowedToolsParam(NestedModel):
@@ -90,10 +122,11 @@ class AllowedToolsParam(NestedModel):
 
 
 class ToolChoiceParam(NestedModel):
-    """Forces one function (type ``function``), or leaves some to choose from (type ``allowed_tools``)."""
+    """Forces one tool (``function`` or ``custom``), or leaves some to choose from (``allowed_tools``)."""
 
     type: str
     function: NamedFunction | None = None
+    custom: NamedFunction | None = None
     allowed_tools: AllowedToolsParam | None = None
 
 

@@ -16,19 +16,22 @@ from antiphon.router.conversation import (
     ToolDefinition,
 )
 from antiphon.router.demands import demands_of
-from antiphon.router.json_schemas import UnusableSchema, check_schema
+from antiphon.router.json_schemas import UnusableSchema, check_schema, lark_problem
 from antiphon.router.openai.chat_schema import (
     HARMLESS_VALUES,
     UNSUPPORTED_FIELDS,
     AllowedToolsParam,
     ChatCompletionRequest,
     ContentPart,
+    CustomToolParam,
     FunctionParam,
     MessageParam,
     ResponseFormatParam,
+    ToolCallParam,
     ToolChoiceParam,
 )
-from antiphon.router.openai.errors import invalid, unsupported
+from antiphon.router.openai.custom_tools import CUSTOM, CustomFormat, arguments_of, custom_tool
+from antiphon.router.openai.errors import ApiError, invalid, unsupported
 from antiphon.router.openai.request_fields import refuse_unsupported
 from antiphon.router.openai.tool_choice import ALLOWED_TOOLS, allowed_choice, choice_of_mode, named_choice
 
@@ -58,7 +61,9 @@ def to_conversation(request: ChatCompletionRequest) -> tuple[Conversation, list[
         raise invalid("'messages' must hold at least one message.", "messages")
     tools, dropped = _tools(request)
     conversation = Conversation(
-        messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)),
+        messages=tuple(
+            _message(message, f"messages[{i}]", tools) for i, message in enumerate(request.messages)
+        ),
         tools=tools,
         tool_choice=_tool_choice(request, tools),
         parallel_tool_calls=request.parallel_tool_calls is not False,
@@ -68,13 +73,20 @@ def to_conversation(request: ChatCompletionRequest) -> tuple[Conversation, list[
     check_schemas(
         conversation,
         "response_format.json_schema.schema",
-        {
-            tool.function.name: f"tools[{i}].function.parameters"
-            for i, tool in enumerate(request.tools or ())
-            if tool.function is not None
-        },
+        _schema_paths(request),
     )
     return conversation, dropped
+
+
+def _schema_paths(request: ChatCompletionRequest) -> dict[str, str]:
+    """Where the schema or the grammar of each tool's input is in the request."""
+    paths = {}
+    for i, tool in enumerate(request.tools or ()):
+        if tool.type == CUSTOM and tool.custom is not None:
+            paths[tool.custom.name] = f"tools[{i}].custom.format.grammar.definition"
+        elif tool.function is not None:
+            paths[tool.function.name] = f"tools[{i}].function.parameters"
+    return paths
 
 
 def reasoning_effort(name: str | None, param: str) -> ReasoningEffort | None:
@@ -93,7 +105,7 @@ def reasoning_effort(name: str | None, param: str) -> ReasoningEffort | None:
     return REASONING_EFFORTS[name]
 
 
-def _message(message: MessageParam, path: str) -> ChatMessage:
+def _message(message: MessageParam, path: str, tools: tuple[ToolDefinition, ...]) -> ChatMessage:
     role = MessageRole(message.role)
     if message.content is None and role is not MessageRole.ASSISTANT:
         raise invalid(f"'{path}.content' is missing.", f"{path}.content", "missing_required_parameter")
@@ -109,12 +121,20 @@ def _message(message: MessageParam, path: str) -> ChatMessage:
         text=text or message.refusal or "",
         reasoning=message.reasoning or message.reasoning_content or "",
         tool_calls=tuple(
-            ToolCall(call.id, call.function.name, call.function.arguments)
-            for call in message.tool_calls or ()
+            _call(call, f"{path}.tool_calls[{i}]", tools) for i, call in enumerate(message.tool_calls or ())
         ),
         tool_call_id=message.tool_call_id if role is MessageRole.TOOL else None,
         name=message.name,
     )
+
+
+def _call(call: ToolCallParam, path: str, tools: tuple[ToolDefinition, ...]) -> ToolCall:
+    if call.function is not None:
+        return ToolCall(call.id, call.function.name, call.function.arguments)
+    if call.custom is None:
+        kind = CUSTOM if call.type == CUSTOM else "function"
+        raise invalid(f"'{path}.{kind}' is missing.", f"{path}.{kind}", "missing_required_parameter")
+    return ToolCall(call.id, call.custom.name, arguments_of(call.custom.input, call.custom.name, tools))
 
 
 def content_text(content: str | list[ContentPart] | None, path: str) -> str:
@@ -143,33 +163,48 @@ def content_text(content: str | list[ContentPart] | None, path: str) -> str:
 
 
 def _tools(request: ChatCompletionRequest) -> tuple[tuple[ToolDefinition, ...], list[str]]:
-    functions: list[tuple[str, FunctionParam]] = []
+    tools: list[tuple[str, ToolDefinition]] = []
     dropped = []
     for i, tool in enumerate(request.tools or ()):
-        if tool.type != "function":
+        path = f"tools[{i}].{tool.type}"
+        if tool.type not in ("function", CUSTOM):
             dropped.append(tool.type)
-        elif tool.function is None:
-            path = f"tools[{i}].function"
-            raise invalid(f"'{path}' is missing.", path, "missing_required_parameter")
+        elif tool.type == CUSTOM and tool.custom is not None:
+            tools.append((f"{path}.name", _custom_tool(tool.custom, f"{path}.format")))
+        elif tool.type == "function" and tool.function is not None:
+            tools.append((f"{path}.name", function_tool(tool.function)))
         else:
-            functions.append((f"tools[{i}].function.name", tool.function))
-    return define_tools(functions), dropped
+            raise invalid(f"'{path}' is missing.", path, "missing_required_parameter")
+    return distinct_tools(tools), dropped
 
 
-def define_tools(functions: list[tuple[str, FunctionParam]]) -> tuple[ToolDefinition, ...]:
-    """Definitions of functions given with the path of their name.
+def _custom_tool(tool: CustomToolParam, path: str) -> ToolDefinition:
+    given = tool.format.grammar if tool.format is not None and tool.format.type == "grammar" else None
+    form = CustomFormat(f"{path}.grammar")
+    if given is not None:
+        form = CustomFormat(form.path, given.syntax, given.definition)
+    return custom_tool(tool.name, tool.description or None, form)
+
+
+def function_tool(function: FunctionParam) -> ToolDefinition:
+    """The definition of a function."""
+    return ToolDefinition(
+        function.name, function.description or None, function.parameters, bool(function.strict)
+    )
+
+
+def distinct_tools(tools: list[tuple[str, ToolDefinition]]) -> tuple[ToolDefinition, ...]:
+    """Definitions of tools given with the path of their name.
 
     Raises:
         ApiError: 400 when two have the same name.
     """
     seen: set[str] = set()
-    for path, function in functions:
-        if function.name in seen:
-            raise invalid(f"There are two functions named '{function.name}'.", path)
-        seen.add(function.name)
-    return tuple(
-        ToolDefinition(f.name, f.description or None, f.parameters, bool(f.strict)) for _, f in functions
-    )
+    for path, tool in tools:
+        if tool.name in seen:
+            raise invalid(f"There are two functions named '{tool.name}'.", path)
+        seen.add(tool.name)
+    return tuple(tool for _, tool in tools)
 
 
 def _tool_choice(request: ChatCompletionRequest, tools: tuple[ToolDefinition, ...]) -> ToolChoice:
@@ -177,9 +212,10 @@ def _tool_choice(request: ChatCompletionRequest, tools: tuple[ToolDefinition, ..
     if isinstance(choice, ToolChoiceParam):
         if choice.type == ALLOWED_TOOLS:
             return _allowed(choice.allowed_tools, tools)
-        if choice.type != "function" or choice.function is None:
+        named = {"function": choice.function, CUSTOM: choice.custom}.get(choice.type)
+        if named is None:
             raise unsupported("tool_choice", f"a choice of type '{choice.type[:64]}' is not available.")
-        return named_choice(choice.function.name, tools)
+        return named_choice(named.name, tools)
     return choice_of_mode(choice, tools)
 
 
@@ -187,7 +223,10 @@ def _allowed(given: AllowedToolsParam | None, tools: tuple[ToolDefinition, ...])
     path = f"tool_choice.{ALLOWED_TOOLS}"
     if given is None:
         raise invalid(f"'{path}' is missing.", path, "missing_required_parameter")
-    chosen = [(one.type, one.function.name if one.function is not None else None) for one in given.tools]
+    chosen = []
+    for one in given.tools:
+        named = one.custom if one.type == CUSTOM else one.function
+        chosen.append((one.type, None if named is None else named.name))
     return allowed_choice(given.mode, chosen, tools, path)
 
 
@@ -209,12 +248,17 @@ def check_schemas(conversation: Conversation, format_path: str, parameters_paths
     """See that the answer can be kept to every schema that it must follow.
 
     Args:
-        format_path: of the visible answer's schema in the request. parameters_paths: of each function's.
+        format_path: of the visible answer's schema in the request.
+        parameters_paths: of the schema, or the grammar, of each tool.
 
     Raises:
         ApiError: 400 that names the part of a schema that cannot be followed.
     """
     demands = demands_of(conversation)
+    for call in () if demands is None else demands.calls:
+        if call.lark is not None and (problem := lark_problem(call.lark)) is not None:
+            raise _unusable_grammar(parameters_paths[call.name], problem)
+    custom = {tool.name for tool in conversation.tools if tool.custom}
     for name, schema in () if demands is None else demands.schemas():
         path = format_path if name is None else parameters_paths[name]
         if name is not None and schema["type"] != "object":
@@ -222,9 +266,17 @@ def check_schemas(conversation: Conversation, format_path: str, parameters_paths
         try:
             check_schema(schema)
         except UnusableSchema as error:
+            if name in custom:
+                raise _unusable_grammar(path, error.reason) from None
             where = path + error.path
             raise invalid(
                 f"An answer cannot be kept to the schema at '{where[:256]}': {error.reason[:512]}.",
                 where[:256],
                 "invalid_json_schema",
             ) from None
+
+
+def _unusable_grammar(path: str, reason: str) -> ApiError:
+    return invalid(
+        f"No input can be kept to the grammar at '{path}': {reason[:512]}.", path, "invalid_grammar"
+    )

@@ -15,6 +15,7 @@ from antiphon.router.openai.chat import count_dropped_tools, render
 from antiphon.router.openai.chat_answer import ChatAnswer
 from antiphon.router.openai.chat_writer import ChatChoices
 from antiphon.router.openai.context import ApiContext
+from antiphon.router.openai.custom_calls import CustomCalls
 from antiphon.router.openai.errors import invalid, unsupported
 from antiphon.router.openai.generation_response import GenerationResponse
 from antiphon.router.openai.prompt_length import conversation_texts, refuse_hopeless
@@ -60,7 +61,10 @@ async def create_response(context: ApiContext, body: bytes) -> Response:
         grammar=prompt.grammar,
     )
     answer = ChatAnswer(
-        context.formatter.parser(prompt), request.stop_strings(), context.formatter.token_bytes
+        context.formatter.parser(prompt),
+        request.stop_strings(),
+        context.formatter.token_bytes,
+        custom_calls=CustomCalls(conversation.tools),
     )
     choices = ChatChoices([answer], len(prompt.token_ids), context.metrics, include_reasoning=True)
     response_id = f"resp_{uuid.uuid4().hex}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from antiphon.router.conversation import Conversation, ResponseFormatKind
+from antiphon.router.openai.custom_tools import CUSTOM
 from antiphon.router.openai.response_store import JsonObject
 from antiphon.router.openai.responses_schema import ResponsesRequest
 from antiphon.router.openai.usage import TokenCounts
@@ -85,9 +86,12 @@ class ResponseFacts:
         }
 
     def _tools(self) -> list[JsonValue]:
-        """The functions that the model was told about; hosted tools were left out of the prompt."""
+        """The tools that the model was told about; hosted ones were left out of the prompt."""
+        custom = {tool.get("name"): tool for tool in self.request.tools or () if tool.get("type") == CUSTOM}
         return [
-            {
+            custom[tool.name]
+            if tool.custom
+            else {
                 "type": "function",
                 "name": tool.name,
                 "description": tool.description,

@@ -10,6 +10,7 @@ from pydantic import JsonValue
 
 from antiphon.router.formatter import ContentDelta, ReasoningDelta, ToolCallArgumentsDelta, ToolCallStart
 from antiphon.router.openai.chat_answer import AnswerDelta
+from antiphon.router.openai.custom_calls import CustomCallStart, CustomInputDelta
 from antiphon.router.openai.logprobs import JsonLogprob
 from antiphon.router.openai.reasoning_capsule import seal
 
@@ -151,7 +152,43 @@ class CallItem:
         return [("response.function_call_arguments.done", fields)]
 
 
-OutputItem = ReasoningItem | MessageItem | CallItem
+@dataclass(slots=True)
+class CustomCallItem:
+    """A call of a custom tool."""
+
+    call_id: str
+    name: str
+    id: str = field(default_factory=lambda: f"ctc_{uuid.uuid4().hex}")
+    texts: list[str] = field(default_factory=list)
+
+    def document(self, status: str) -> JsonObject:
+        """The item."""
+        return {
+            "id": self.id,
+            "type": "custom_tool_call",
+            "call_id": self.call_id,
+            "name": self.name,
+            "input": "".join(self.texts),
+            "status": status,
+        }
+
+    def opened(self, index: int) -> list[Event]:
+        """A call has no parts."""
+        return []
+
+    def delta(self, index: int, shown: AnswerDelta, text: str) -> Event:
+        """More of the input."""
+        self.texts.append(text)
+        fields: JsonObject = {"item_id": self.id, "output_index": index, "delta": text}
+        return "response.custom_tool_call_input.delta", fields
+
+    def closed(self, index: int) -> list[Event]:
+        """The input is whole."""
+        fields: JsonObject = {"item_id": self.id, "output_index": index, "input": "".join(self.texts)}
+        return [("response.custom_tool_call_input.done", fields)]
+
+
+OutputItem = ReasoningItem | MessageItem | CallItem | CustomCallItem
 
 
 class ResponseOutput:
@@ -172,7 +209,9 @@ class ResponseOutput:
                 events = self._need(MessageItem)
             case ToolCallStart(_, name, call_id):
                 return self._begin(CallItem(call_id, name))
-            case ToolCallArgumentsDelta(_, text):
+            case CustomCallStart(_, name, call_id):
+                return self._begin(CustomCallItem(call_id, name))
+            case ToolCallArgumentsDelta(_, text) | CustomInputDelta(_, text):
                 # A call's arguments come right after its start and before anything else.
                 events = []
         item = self._items[-1]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from antiphon.router.conversation import ToolChoice, ToolChoiceMode, ToolDefinition
+from antiphon.router.openai.custom_tools import CUSTOM
 from antiphon.router.openai.errors import invalid
 
 ALLOWED_TOOLS = "allowed_tools"
 """``type`` of a choice that leaves some of the tools out without taking them from the prompt."""
+_CALLABLE = ("function", CUSTOM)
 _MODES = (ToolChoiceMode.AUTO, ToolChoiceMode.REQUIRED)
 
 
@@ -55,10 +57,10 @@ def allowed_choice(
     declared = {tool.name for tool in tools}
     allowed: set[str] = set()
     for i, (kind, name) in enumerate(chosen):
-        if name is None and kind == "function":
+        if name is None and kind in _CALLABLE:
             where = f"{path}.tools[{i}].name"
             raise invalid(f"'{where}' is missing.", where, "missing_required_parameter")
-        if name is None or kind != "function":
+        if name is None or kind not in _CALLABLE:
             continue
         if name not in declared:
             where = f"{path}.tools[{i}]"

@@ -27,6 +27,10 @@ RESPONSES_TOOL = {"type": "function", "name": "f"}
     [
         ([CHAT_TOOL], ToolPolicy(frozenset({"f"}))),
         ([RESPONSES_TOOL, {"type": "web_search"}], ToolPolicy(frozenset({"f"}))),
+        (
+            [{"type": "custom", "name": "f"}, {"type": "custom", "custom": {"name": "g"}}],
+            ToolPolicy(frozenset({"f", "g"})),
+        ),
         (["f", "g"], ToolPolicy(frozenset({"f", "g"}))),
         ([], ToolPolicy(None)),
         ({"tools": [CHAT_TOOL], "tool_choice": "none"}, ToolPolicy(frozenset({"f"}), surface=False)),

@@ -62,6 +62,10 @@ JSON_ANSWER = asking(response_format=JSON)
 JSON_OR_CALL = asking(response_format=JSON, tools=(GET,))
 ANY_CALL = asking(tools=(GET, GET_WEATHER), tool_choice=REQUIRED)
 THIS_CALL = asking(tools=(GET, GET_WEATHER), tool_choice=NAMED)
+PLAIN_TEXT = ToolDefinition(
+    "patch", None, {"type": "string"}, strict=True, custom=True, lark='start: "+ " /[a-z]+/ "\\n"'
+)
+PATCH_CALL = asking(tools=(PLAIN_TEXT, GET_WEATHER))
 STRICT_CALL = asking(tools=(STRICT, GET_WEATHER))
 ONE_OF_TWO = asking(
     tools=(GET, GET_WEATHER), tool_choice=ToolChoice(ToolChoiceMode.AUTO, allowed=frozenset({"get_weather"}))
@@ -125,6 +129,9 @@ def stops_at(compiler: GrammarCompiler, grammar: GrammarSpec, token_ids: list[in
         ),
         (STRICT_CALL, " to=functions.get_weather<|channel|>commentary json<|message|>free<|call|>"),
         (ONE_OF_TWO, THINK + " to=functions.get_weather<|channel|>commentary json<|message|>free<|call|>"),
+        (PATCH_CALL, THINK + " to=functions.patch<|channel|>commentary json<|message|>+ abc\n<|call|>"),
+        (PATCH_CALL, " to=functions.get_weather<|channel|>commentary json<|message|>free<|call|>"),
+        (PATCH_CALL, THINK + "<|channel|>final<|message|>any {text}<|return|>"),
         (ONE_OF_TWO, PREAMBLE + "<|channel|>final<|message|>any {text}<|return|>"),
         *((ONLY_ONE_OF_TWO, THINK + header + ARGUMENTS) for header in CALLS),
         (NONE_OF_TWO, THINK + "<|channel|>final<|message|>any {text}<|return|>"),
@@ -153,6 +160,9 @@ def test_what_a_model_should_write_may_be_written(
         (ANY_CALL, THINK + " to=functions.get<|channel|>commentary json<|message|>", "["),
         (THIS_CALL, THINK + " to=functions.get", "_weather"),
         (STRICT_CALL, " to=functions.get<|channel|>commentary json<|message|>", "1"),
+        (PATCH_CALL, " to=functions.patch<|channel|>commentary json<|message|>", "{"),
+        (PATCH_CALL, " to=functions.patch<|channel|>commentary json<|message|>+ abc", "<|call|>"),
+        (PATCH_CALL, " to=functions.patch<|channel|>commentary json<|message|>+ abc\n", "<|end|>"),
         (ONE_OF_TWO, THINK + " to=functions.get", "<|channel|>"),
         (ONE_OF_TWO, "<|channel|>commentary to=functions.get", " json"),
         (ONLY_ONE_OF_TWO, " to=functions.get", "_weather"),

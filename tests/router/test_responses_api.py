@@ -252,7 +252,7 @@ async def test_request_of_a_coding_agent(deploy):
     assert response.status_code == 200, response.text
     assert events_of(response.text)[-1]["type"] == "response.completed"
     assert "developer: D1\ndeveloper: D2\nuser: U\n" in prompt_of(deployment)
-    for kind in ("web_search", "namespace", "custom"):
+    for kind in ("web_search", "namespace"):
         assert await deployment.metric("dropped_tools_total", type=kind) == 1
 
 
