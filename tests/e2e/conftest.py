@@ -55,6 +55,9 @@ def observed(
     spans = SpanReceiver()
     tree = local_deployment.model_dump(mode="json")
     tree["router"] |= {"max_in_flight_requests": 8, "max_queued_requests": 2, "slow_client_buffer_tokens": 64}
+    # So few pages that a crowd has to give some back, and so short a wait that a stopped writer is given up.
+    tree["decode"]["kv_cache"] |= {"full_pages": 40}
+    tree["transfer"] |= {"completion_timeout_s": 2.0, "lease_s": 15.0}
     tree["log"] |= {"level": "info"}
     tree["metrics"] |= {"compat": "vllm"}
     tree["tracing"] |= {"otlp_endpoint": spans.url, "sample_ratio": 0.0}

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,9 +122,19 @@ class Observed:
         )
 
     def pid_of(self, actor: str) -> int:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        found = [p.pid for p in children if p.cmdline()[:1] == [f"ray::{actor}"]]
-        assert len(found) == 1, f"{actor}: {found}"
+        """The process of an actor, which may be starting, and of which there is one."""
+        found: list[int] = []
+
+        def look() -> bool:
+            found.clear()
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    # While it runs a method, Ray adds the method's name.
+                    if process.cmdline()[:1] and process.cmdline()[0].split(".")[0] == f"ray::{actor}":
+                        found.append(process.pid)
+            return len(found) == 1
+
+        until(look)
         return found[0]
 
     def pages(self) -> dict[str, str]:

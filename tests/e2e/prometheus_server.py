@@ -34,13 +34,17 @@ class Prometheus:
         found = answer.json()["data"]["result"]
         return {json.dumps(s["metric"], sort_keys=True): float(s["value"][1]) for s in found}
 
-    def query_range(self, expression: str, start: float, end: float, step_s: float) -> list[object]:
-        """Series over time, as Prometheus gives them."""
-        answer = self._http.get(
-            "/api/v1/query_range", params={"query": expression, "start": start, "end": end, "step": step_s}
-        )
+    def query_range(self, expression: str, start: float, end: float, step_s: float) -> list[dict[str, float]]:
+        """What the expression gave at each step: series -> value, as in a panel."""
+        asked = {"query": expression, "start": start, "end": end, "step": step_s}
+        answer = self._http.post("/api/v1/query_range", data=asked)
         assert answer.status_code == 200, f"{expression}: {answer.text}"
-        return list(answer.json()["data"]["result"])
+        steps: dict[float, dict[str, float]] = {}
+        for series in answer.json()["data"]["result"]:
+            name = json.dumps(series["metric"], sort_keys=True)
+            for at, value in series["values"]:
+                steps.setdefault(float(at), {})[name] = float(value)
+        return [steps[at] for at in sorted(steps)]
 
     def exemplars(self, metric: str) -> set[str]:
         """Trace ids that observations of a metric lead to."""

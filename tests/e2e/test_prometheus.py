@@ -10,12 +10,14 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 from observed_deployment import Observed, until
 from prometheus_server import ROOT, Prometheus, expressions, running_prometheus
 from troubled_load import TroubledLoad
+from troubles import Troubles
 
 PROGRAM = shutil.which("prometheus")
 pytestmark = [
@@ -27,18 +29,16 @@ pytestmark = [
     ),
 ]
 
-SCRAPE_S = 1.0
+SCRAPE_S = 0.5
 WINDOW = "15s"
-PATIENCE_S = 150.0
-KILL_EVERY_S = 40.0
+PATIENCE_S = 300.0
 
-CALM = re.compile(
-    # What only a client that never reads, a stuck peer, a drain or an exhausted cache would move.
-    r"Clients gone: B|Peers past their lease|Late, missing, ended: [AB]|was lost: B|Workers: B|Preemptions"
-    # What stands still for as long as no process comes or goes between two questions.
-    r"|AntiphonTransferFallback|AntiphonPoolDown|AntiphonRestarting|AntiphonWorkerDown|AntiphonNoReadyPair|Circuit|workers"
-    r"|overview: Ready pairs|overview: Processes|Ready pairs at each router|Up and ready|Workers: A"
-    r"|Handshakes and peers: B|Restarts|wanted: B|Prefill workers"
+STILL = re.compile(
+    # A drain, a peer that outlives its lease, a worker that fails again and again, a notification that comes
+    # after the word that there are no more, a way around by TCP: rare, and each shown by tests of its own.
+    # ``tests/helm/test_expressions_move.py`` moves them as well.
+    r"Workers: B|Peers past their lease|Circuit|Late, missing, ended: A|Handshakes and peers: C"
+    r"|AntiphonTransferFallback"
 )
 """Places whose value may be the same throughout; it must be a number all the same."""
 
@@ -88,54 +88,89 @@ def prometheus(
 
 
 Values = dict[str, float]
+Trouble = Callable[[], None]
 
 
-def numbers(values: Values) -> bool:
-    """Whether an answer is there, and of numbers: a ratio has none while nothing happens."""
-    return bool(values) and all(map(math.isfinite, values.values()))
+def numbers(answers: list[Values]) -> list[Values]:
+    """Those that are of numbers alone: a ratio has none while nothing happens."""
+    return [values for values in answers if values and all(map(math.isfinite, values.values()))]
+
+
+def moves(answers: list[Values]) -> bool:
+    """Whether one and the same series had two values."""
+    seen: dict[str, set[float]] = {}
+    for values in answers:
+        for series, value in values.items():
+            seen.setdefault(series, set()).add(value)
+    return any(len(of_one) > 1 for of_one in seen.values())
+
+
+def still_left(found: dict[str, list[Values]]) -> list[str]:
+    """Places that have not shown yet what they must."""
+    left = (where for where, answers in found.items() if not moves(answers))
+    return [where for where in left if not (found[where] and STILL.search(where))]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Place -> what its expression gave while a deployment was in trouble; how many were left waiting."""
+
+    answers: dict[str, list[Values]]
+    unanswered: int
 
 
 @pytest.fixture(scope="module")
-def seen(observed: Observed, prometheus: Prometheus) -> dict[str, list[Values]]:
-    """Place -> the different numbers that its expression gave while a deployment under load loses workers.
+def seen(observed: Observed, prometheus: Prometheus) -> Seen:
+    """A deployment under load; troubles are brought about until everything has moved that should.
 
-    Each is asked until it has given two answers of numbers that differ, one where it may stand still.
+    Expressions are evaluated at every scrape, as panels do, so that nothing depends on when they are asked.
     """
     places = expressions(WINDOW)
     found: dict[str, list[Values]] = {where: [] for where in places}
+    troubles = Troubles(observed, seen_after_s=4 * SCRAPE_S)
+    causes: list[tuple[re.Pattern[str], Trouble]] = [
+        (re.compile(r"under way|Sequences: D"), troubles.hold_writes),
+        (re.compile(r"Preemptions"), lambda: troubles.crowd(6, 500)),
+        (re.compile(r"Clients gone: B"), troubles.stop_reading),
+        (re.compile(r"Sequences: E|ended: B|lost: B"), lambda: troubles.hold_prompts(7.0)),
+        (re.compile(r"Decode workers"), troubles.kill_decode),
+        (re.compile(r""), troubles.kill_prefill),
+    ]
+    """Places, and what moves them; all that move with the load are left to the last."""
     with TroubledLoad(observed) as load:
         until(lambda: load.answers >= 8, 120)
-        began, kill_at = time.monotonic(), time.monotonic() + 2 * SCRAPE_S
-        while time.monotonic() - began < PATIENCE_S:
-            if time.monotonic() > kill_at:
-                load.kill_busy("PrefillActor", "prefill-0")
-                kill_at = time.monotonic() + KILL_EVERY_S
-            left = [where for where, got in found.items() if len(got) < (1 if CALM.search(where) else 2)]
-            if not left:
-                break
+        asked = began = time.time()
+        while (left := still_left(found)) and time.time() - began < PATIENCE_S:
+            for of, trouble in causes:
+                if any(map(of.search, left)):
+                    trouble()
+            time.sleep(4 * SCRAPE_S)
+            now = time.time()
             for where in left:
-                values = prometheus.query(places[where])
-                if numbers(values) and values not in found[where]:
-                    found[where].append(values)
-            time.sleep(SCRAPE_S)
-    return found
+                found[where] += numbers(prometheus.query_range(places[where], asked, now, SCRAPE_S))
+            asked = now
+    return Seen(found, load.unanswered)
 
 
-def test_every_expression_gives_numbers(seen: dict[str, list[Values]]) -> None:
-    assert len(seen) > 120
-    assert "; ".join(where for where, values in seen.items() if not values) == ""
+def test_every_expression_gives_numbers(seen: Seen) -> None:
+    assert len(seen.answers) > 120
+    assert [where for where, answers in seen.answers.items() if not answers] == []
 
 
-def test_every_expression_moves(seen: dict[str, list[Values]]) -> None:
-    still = [where for where, values in seen.items() if len(values) < 2]
-    assert "; ".join(where for where in still if not CALM.search(where)) == ""
+def test_every_expression_moves(seen: Seen) -> None:
+    left = still_left(seen.answers)
+    assert {where: seen.answers[where][-1:] for where in left} == {}
 
 
-def test_exemplars_are_kept(seen: dict[str, list[Values]], prometheus: Prometheus) -> None:
+def test_nobody_is_left_waiting(seen: Seen) -> None:
+    assert seen.unanswered == 0
+
+
+def test_exemplars_are_kept(seen: Seen, prometheus: Prometheus) -> None:
     assert prometheus.exemplars("antiphon_time_to_first_token_seconds_bucket")
 
 
-def test_every_process_is_found_and_scraped(seen: dict[str, list[Values]], prometheus: Prometheus) -> None:
+def test_every_process_is_found_and_scraped(seen: Seen, prometheus: Prometheus) -> None:
     # The load ends while a killed worker may still be starting, so each is given the time to come back.
     def scraped() -> set[str]:
         up = prometheus.query('up{job=~"antiphon.*"} == 1')
