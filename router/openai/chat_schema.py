@@ -59,6 +59,8 @@ class MessageParam(NestedModel):
     """The same under its other name."""
     tool_calls: list[ToolCallParam] | None = None
     tool_call_id: str | None = None
+    function_call: JsonValue = None
+    """The older form of a call, which is refused: without it the conversation would be another one."""
 
 
 class FunctionParam(NestedModel):

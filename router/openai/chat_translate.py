@@ -115,6 +115,8 @@ def _message(message: MessageParam, path: str, tools: tuple[ToolDefinition, ...]
         )
     if message.tool_calls and role is not MessageRole.ASSISTANT:
         raise invalid(f"A {role} message cannot call tools.", f"{path}.tool_calls")
+    if message.function_call is not None:
+        raise unsupported(f"{path}.function_call", "send the call in 'tool_calls'.")
     text = content_text(message.content, f"{path}.content")
     return ChatMessage(
         role=role,

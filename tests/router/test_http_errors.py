@@ -47,6 +47,10 @@ BAD_REQUESTS = [
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    (
+        {"messages": [USER, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+        "messages[1].function_call",
+    ),
     ({"model": None}, "model"),
     ({"temperature": 2.5}, "temperature"),
     ({"temperature": "1"}, "temperature"),

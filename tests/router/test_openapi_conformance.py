@@ -78,4 +78,4 @@ async def test_a_405_names_every_method_of_the_path(deploy):
     deployment = await deploy()
     response = await deployment.http.put("/v1/responses/resp_x")
     assert response.status_code == 405
-    assert response.headers["allow"] == "DELETE, GET"
+    assert response.headers["allow"] == "DELETE, GET, HEAD"
