@@ -209,13 +209,17 @@ def kernels_build(
     models: Annotated[
         str, typer.Option(help="Presets whose Triton kernels are compiled; empty leaves them to the workers.")
     ] = "gpt-oss-20b,gpt-oss-120b",
+    layouts: Annotated[
+        str, typer.Option(help="Layouts of workers that Triton kernels are compiled for.")
+    ] = "TP1,TP2,EP2 TP2,TP4,EP4 TP4,TP8,EP8 TP8",
     page_size: Annotated[int, typer.Option(min=16, help="Positions of a KV page.")] = 64,
     max_batch_size: Annotated[int, typer.Option(min=1, help="Sequences decoded together, at most.")] = 128,
 ) -> None:
     """Compile every kernel for sm_90a ahead of time; needs nvcc and a C compiler, but no GPU."""
     from antiphon.cluster.cli_kernels import build_kernels
 
-    build_kernels(out, [name for name in models.split(",") if name], page_size, max_batch_size)
+    presets = [name for name in models.split(",") if name]
+    build_kernels(out, presets, layouts.split(","), page_size, max_batch_size)
 
 
 @weights_app.command("list")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,42 +12,67 @@ from antiphon.kernels.collectives import one_shot
 from antiphon.kernels.cuda_library import CudaLibrary, KernelLibraryError
 from antiphon.kernels.dense import skinny
 from antiphon.kernels.moe import build as moe
-from antiphon.protocol.errors import AntiphonError
+from antiphon.model.parallel.layout import ParallelLayout
+from antiphon.protocol.errors import AntiphonError, ConfigError
 
-LIBRARIES: tuple[CudaLibrary, ...] = (skinny.LIBRARY, moe.LIBRARY, prefill_hopper.LIBRARY, one_shot.LIBRARY)
+LIBRARIES: tuple[CudaLibrary, ...] = (
+    skinny.LIBRARY,
+    moe.LIBRARY,
+    prefill_hopper.LIBRARY,
+    one_shot.LIBRARY,
+)
 """Every library that a worker on an H200 loads."""
 
 
-def build_kernels(folder: Path | None, models: Sequence[str], page_size: int, max_batch_size: int) -> None:
+def build_kernels(
+    folder: Path | None, models: Sequence[str], layouts: Sequence[str], page_size: int, max_batch_size: int
+) -> None:
     """Build what is missing; prints each library's path and how many Triton kernels were compiled.
 
     Args:
         folder: where workers will look (their ANTIPHON_KERNEL_LIBRARY_DIR); that variable's when None.
         models: presets whose Triton kernels are compiled; none to leave those to the workers.
+        layouts: of workers that they are compiled for, such as ``TP1`` or ``EP4 TP4``.
 
     Raises:
-        AntiphonError: no nvcc or C compiler, or it failed; or no such preset.
+        AntiphonError: no nvcc or C compiler, or it failed; no such preset; or no layout, or none of a model.
     """
+    spread = [parse_layout(layout) for layout in layouts]
     if folder is not None:
         os.environ["ANTIPHON_KERNEL_LIBRARY_DIR"] = str(folder.resolve())
     try:
         for library in LIBRARIES:
             print(library.build())
         if models:
-            _build_triton(models, page_size, max_batch_size)
+            _build_triton(models, spread, page_size, max_batch_size)
     except KernelLibraryError as error:
         raise AntiphonError(str(error)) from error
 
 
-def _build_triton(models: Sequence[str], page_size: int, max_batch_size: int) -> None:
+def parse_layout(text: str) -> ParallelLayout:
+    """``TP4`` or ``EP4 TP4``.
+
+    Raises:
+        ConfigError: another text.
+    """
+    found = re.fullmatch(r"(?:EP(\d+) )?TP(\d+)", text.strip())
+    if found is None or found[1] not in (None, found[2]):
+        raise ConfigError(f"layout {text!r}: expected such as TP1, TP4 or EP4 TP4")
+    return ParallelLayout(int(found[2]), found[1] is not None)
+
+
+def _build_triton(
+    models: Sequence[str], layouts: Sequence[ParallelLayout], page_size: int, max_batch_size: int
+) -> None:
     from antiphon.kernels.ahead import build_driver_module, compile_only, triton_folder
-    from antiphon.model.ahead import launch_all
+    from antiphon.model.ahead import WorkerShape, launch_all
     from antiphon.model.config import preset
 
     target = triton_folder()
     print(build_driver_module(target))
     with compile_only(target) as compiled:
         for model in models:
-            before = len(compiled)
-            launch_all(preset(model), "cpu", page_size=page_size, max_batch_size=max_batch_size)
-            print(f"{target}: {len(compiled) - before} kernels for {model}")
+            for layout in layouts:
+                before = len(compiled)
+                launch_all(preset(model), WorkerShape(layout, page_size, max_batch_size), "cpu")
+                print(f"{target}: {len(compiled) - before} kernels for {model}, {layout.name}", flush=True)

@@ -125,21 +125,17 @@ def weight_cache(config: DeploymentConfig) -> WeightCache | None:
 
 
 def require_built_kernels(checkpoint: Path, mine: WorkerConfig, device: torch.device | str) -> None:
-    """Load every Triton kernel of this worker, or refuse to start.
+    """Load every kernel of this worker's ranks, or refuse to start.
 
     Raises:
-        KernelLibraryError: one was not built.
-        ConfigError: the worker has several ranks.
+        KernelLibraryError: some were not built; names them.
+        ConfigError: the model cannot be spread this way.
     """
-    if mine.tensor_parallel > 1:
-        raise ConfigError(
-            f"kernels.require_built with tensor_parallel {mine.tensor_parallel}: only the kernels of workers "
-            "of one rank are built ahead so far"
-        )
-    from antiphon.model.ahead import require_built  # loads Triton
+    from antiphon.model.ahead import WorkerShape, require_built  # loads Triton
 
-    config, page_size = open_checkpoint(checkpoint).config, mine.kv_cache.page_size_tokens
-    require_built(config, device, page_size=page_size, max_batch_size=mine.max_batch_size)
+    layout = ParallelLayout(mine.tensor_parallel, mine.expert_parallel)
+    shape = WorkerShape(layout, mine.kv_cache.page_size_tokens, mine.max_batch_size)
+    require_built(open_checkpoint(checkpoint).config, shape, device)
 
 
 class LeaderFollowers:

@@ -340,8 +340,8 @@ class KernelsConfig(Section):
 
     require_built: bool = False
     """A worker on a GPU takes its Triton kernels from ANTIPHON_KERNEL_LIBRARY_DIR, where ``antiphon kernels
-    build`` put them, refuses to start when one is missing, and never compiles (workers of one rank only so
-    far); CUDA libraries are never compiled by a worker in any case."""
+    build`` put them, refuses to start when some that its layout needs are missing, which it names, and never
+    compiles; CUDA libraries are never compiled by a worker in any case."""
 
 
 class WeightCacheConfig(Section):

@@ -92,6 +92,30 @@ def without_launches() -> Iterator[None]:
         JITFunction.run = run
 
 
+@contextmanager
+def missing_kernels() -> Iterator[list[str]]:
+    """Within, launches load their kernels and run nothing; yields the list of those that were not built.
+
+    For a process that called ``load_only``.
+    """
+    missing: list[str] = []
+    with without_launches():
+        run = JITFunction.run
+
+        def attempt(self: Any, *arguments: object, **options: object) -> object:
+            try:
+                return run(self, *arguments, **options)
+            except (KernelLibraryError, PermissionError):  # a folder for a kernel that is not there
+                variant = ", ".join(f"{key}={value}" for key, value in options.items() if key.isupper())
+                description = f"{self.fn.__name__}[{variant}]"
+                if description not in missing:
+                    missing.append(description)
+                return None
+
+        JITFunction.run = attempt
+        yield missing
+
+
 def build_driver_module(folder: Path) -> Path:
     """Compile the module through which Triton launches kernels; needs a C compiler, but no GPU.
 

@@ -61,16 +61,20 @@ class CudaLibrary:
             digest.update(path.read_bytes())
         return f"{self.name}-{digest.hexdigest()[:16]}.so"
 
+    def find(self) -> Path | None:
+        """Where the library built from exactly these sources is."""
+        found = (folder / self.file_name for folder in library_folders())
+        return next((path for path in found if path.exists()), None)
+
     def load(self) -> ctypes.CDLL:
         """Load the library built from exactly these sources.
 
         Raises:
             KernelLibraryError: it was not built.
         """
-        for folder in library_folders():
-            path = folder / self.file_name
-            if path.exists():
-                return ctypes.CDLL(str(path))
+        path = self.find()
+        if path is not None:
+            return ctypes.CDLL(str(path))
         places = ", ".join(str(folder) for folder in library_folders())
         raise KernelLibraryError(
             f"kernel library {self.file_name} is not in {places}: "

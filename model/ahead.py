@@ -1,105 +1,212 @@
-"""Every launch of a Triton kernel that a worker on the Hopper road makes, to be compiled or loaded ahead.
+"""Every launch of a Triton kernel that a worker on H200s makes, to be compiled or loaded ahead.
 
-Kernels are specialised by the shape of the model and by how a batch is cut up, not by the length of a prompt.
-A kernel that a worker meets and that is not launched here would be found missing by ``require_built``'s ban.
+Kernels are specialised by the shape of the model, by what a rank holds of it and by how a batch is cut up,
+not by the length of a prompt. A kernel that a worker meets and that is not launched here would be found
+missing by ``require_built``'s ban.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from antiphon.kernels.ahead import load_only, triton_folder, without_launches
+from antiphon.kernels import portable_moe
+from antiphon.kernels.ahead import load_only, missing_kernels, triton_folder
+from antiphon.kernels.attention import prefill_hopper
 from antiphon.kernels.attention.decode import DecodeAttention
-from antiphon.kernels.cuda_library import KernelLibraryError
+from antiphon.kernels.attention.prefill import prefill_attention
+from antiphon.kernels.cuda_library import CudaLibrary, KernelLibraryError
+from antiphon.kernels.dense import skinny
 from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write
-from antiphon.kernels.reference import PagedSequences
+from antiphon.kernels.moe import build as moe_build
+from antiphon.kernels.reference import MXFP4_BLOCK, ExpertMatrix, PagedSequences
 from antiphon.kernels.router import route
 from antiphon.kernels.sampling import choose_tokens
 from antiphon.model.config import GptOssConfig
 from antiphon.model.cuda_roads import hopper_obstacle
+from antiphon.model.parallel.layout import ParallelLayout
 
 _LONG_CHUNK = 4096
 """Beyond what is routed in small blocks."""
+_NAMED = 8
+"""Missing kernels that a message names."""
 
 
-def launch_all(
-    config: GptOssConfig,
-    device: torch.device | str,
-    *,
-    page_size: int,
-    max_batch_size: int,
-) -> None:
-    """Launch each kernel as a worker of one rank does; within ``compile_only``, on any device.
+@dataclass(frozen=True, slots=True)
+class WorkerShape:
+    """What kernels of a worker depend on, besides its model.
 
-    Args:
+    Attributes:
+        layout: any rank's; all ranks of a worker launch the same kernels.
         page_size: positions of a page.
         max_batch_size: sequences decoded together, at most.
     """
-    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+    layout: ParallelLayout
+    page_size: int
+    max_batch_size: int
 
-    cache = empty(1, 2, kv_heads, 2, page_size, width)[:, 0]  # one layer of a group of several
-    slots = torch.full((_LONG_CHUNK,), -1, dtype=torch.int64, device=device)
-    for tokens in (32, _LONG_CHUNK):
-        x, weight = empty(tokens, config.hidden_size), empty(config.hidden_size)
-        rms_norm(x, weight, config.rms_norm_eps)
-        add_rms_norm_(x, torch.empty_like(x), weight, config.rms_norm_eps)
-        router = (empty(config.num_experts, config.hidden_size), empty(config.num_experts))
-        route(x, *router, config.experts_per_token)
-        route(x, *router, config.experts_per_token, torch.zeros(1, dtype=torch.int32, device=device))
-    qkv = empty(32, (heads + 2 * kv_heads) * width)
-    rotation = empty(1, width // 2, 2, dtype=torch.float32)
-    positions = torch.zeros(32, dtype=torch.int64, device=device)
-    rope_and_write(qkv, positions, slots[:32], rotation, cache, heads, empty(32, heads, width))
-    for batch in range(1, max_batch_size + 1):
-        _decode_attention(config, batch, heads, cache)
-        logits = empty(batch, config.vocab_size, dtype=torch.float32)
-        sampled = torch.empty(batch, dtype=torch.int64, device=device)
-        draws = torch.empty(2, batch, dtype=torch.float64, device=device)
+
+class Launches:
+    """The launches of one worker, on any device within ``compile_only`` or ``missing_kernels``.
+
+    Raises:
+        ConfigError: the model cannot be spread this way.
+    """
+
+    def __init__(self, config: GptOssConfig, shape: WorkerShape, device: torch.device | str) -> None:
+        self._config, self._shape, self._device = config, shape, device
+        self._rank = shape.layout.shape(config)
+        self._alone = shape.layout.tensor_parallel == 1
+        heads, width = (len(self._rank.heads), len(self._rank.kv_heads)), config.head_dim
+        self._heads, self._kv_heads = heads
+        # One layer of a group of several.
+        self._cache = self._empty(1, 2, self._kv_heads, 2, shape.page_size, width)[:, 0]
+
+    def all(self) -> None:
+        """Make every one of them."""
+        self._around()
+        self._chunk_attention()
+        if not self._alone and not self._shape.layout.expert_parallel:
+            self._split_experts()
+        for batch in range(1, self._shape.max_batch_size + 1):
+            self._decode_attention(batch)
+            self._sampling(batch)
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def _around(self) -> None:
+        """Norms, rotation and router."""
+        config, heads, width = self._config, self._heads, self._config.head_dim
+        for tokens in (32, _LONG_CHUNK):
+            x, weight = self._empty(tokens, config.hidden_size), self._empty(config.hidden_size)
+            rms_norm(x, weight, config.rms_norm_eps)
+            add_rms_norm_(x, torch.empty_like(x), weight, config.rms_norm_eps)
+            router = self._empty(config.num_experts, config.hidden_size), self._empty(config.num_experts)
+            route(x, *router, config.experts_per_token)
+            if self._alone:
+                route(x, *router, config.experts_per_token, self._zeros(1))
+        slots, positions = (self._zeros(32, dtype=torch.int64) for _ in range(2))
+        qkv, rotation = (
+            self._empty(32, (heads + 2 * self._kv_heads) * width),
+            self._empty(1, width // 2, 2, dtype=torch.float32),
+        )
+        query = self._empty(32, heads, width)
+        rope_and_write(qkv, positions, slots, rotation, self._cache, heads, query)
+
+    def _chunk_attention(self) -> None:
+        """Pages of 64 positions have a CUDA kernel; others take Triton's."""
+        if self._shape.page_size == prefill_hopper.PAGE:
+            return
+        query = self._empty(32, self._heads, self._config.head_dim)
+        sequences = self._sequences(1)
+        for window in (None, self._config.sliding_window):
+            prefill_attention(
+                *(query, self._cache, sequences, self._sinks(), window, self._config.head_dim**-0.5, 32)
+            )
+
+    def _split_experts(self) -> None:
+        """Of one expert: what a launch is specialised by is not their number, but the pairs that each has."""
+        config, inner = self._config, self._rank.inner_padded
+
+        def matrix(rows: int, columns: int) -> ExpertMatrix:
+            blocks = columns // MXFP4_BLOCK
+            return ExpertMatrix(
+                self._empty(1, rows, blocks, MXFP4_BLOCK // 2, dtype=torch.uint8),
+                self._empty(1, rows, blocks, dtype=torch.uint8),
+            )
+
+        up, down = matrix(2 * inner, config.hidden_size), matrix(config.hidden_size, inner)
+        for tokens in (1, 64):
+            x = self._empty(tokens, config.hidden_size)
+            portable_moe.moe(
+                x,
+                self._zeros(tokens, config.experts_per_token, dtype=torch.int64),
+                self._empty(tokens, config.experts_per_token),
+                *(up, self._empty(1, 2 * inner), down, self._empty(1, config.hidden_size)),
+                residual=torch.empty_like(x),
+                limit=config.swiglu_limit,
+            )
+
+    def _decode_attention(self, batch: int) -> None:
+        config = self._config
+        query = self._empty(batch, self._heads, config.head_dim)
+        kernel = DecodeAttention(
+            *(batch, self._heads, self._kv_heads, config.head_dim, self._cache.device), pdl=self._alone
+        )
+        scale, out, sequences = config.head_dim**-0.5, torch.empty_like(query), self._sequences(batch)
+        kernel.full(query, self._cache, sequences, self._sinks(), scale, out)
+        kernel.sliding(query, self._cache, sequences, self._sinks(), config.sliding_window, scale, out)
+
+    def _sampling(self, batch: int) -> None:
+        logits = self._empty(batch, self._config.vocab_size, dtype=torch.float32)
+        sampled = self._empty(batch, dtype=torch.int64)
+        draws = self._empty(2, batch, dtype=torch.float64)
         choose_tokens(logits, sampled, pdl=True)
         choose_tokens(logits, sampled, draws[0], draws[1], pdl=True)
 
+    def _sinks(self) -> Tensor:
+        return self._empty(self._heads, dtype=torch.float32)
 
-def require_built(
-    config: GptOssConfig,
-    device: torch.device | str,
-    *,
-    page_size: int,
-    max_batch_size: int,
-) -> None:
-    """Load every Triton kernel of a worker now, and forbid this process to compile any, now or later.
+    def _sequences(self, batch: int) -> PagedSequences:
+        return PagedSequences(
+            *(self._zeros(batch, 1), torch.arange(batch + 1, dtype=torch.int32, device=self._device)),
+            *(self._zeros(batch) + 1, self._zeros(batch, dtype=torch.int64) - 1),
+        )
+
+
+def launch_all(config: GptOssConfig, shape: WorkerShape, device: torch.device | str) -> None:
+    """Launch each kernel as a worker of this shape does; within ``compile_only``, on any device.
 
     Raises:
-        KernelLibraryError: one was not built, or the model takes kernels that are not built ahead.
+        ConfigError: the model cannot be spread this way.
+    """
+    Launches(config, shape, device).all()
+
+
+def libraries(layout: ParallelLayout) -> tuple[CudaLibrary, ...]:
+    """The CUDA libraries that a rank on an H200 loads, sums over peer memory apart."""
+    if layout.tensor_parallel == 1:
+        return skinny.LIBRARY, moe_build.LIBRARY, prefill_hopper.LIBRARY
+    return (prefill_hopper.LIBRARY, *((moe_build.LIBRARY,) if layout.expert_parallel else ()))
+
+
+def require_built(config: GptOssConfig, shape: WorkerShape, device: torch.device | str) -> None:
+    """Load every kernel of a worker now, and forbid this process to compile any, now or later.
+
+    Raises:
+        ConfigError: the model cannot be spread this way.
+        KernelLibraryError: some were not built, of which the message names the first ones, or the model takes
+            kernels that are not built ahead.
     """
     obstacle = hopper_obstacle(config, torch.device(device))
     if obstacle is not None:
         raise KernelLibraryError(
             f"kernels.require_built: only the Hopper kernels are built ahead, and {obstacle}"
         )
+    absent = [library.file_name for library in libraries(shape.layout) if library.find() is None]
+    if absent:
+        raise KernelLibraryError(_message("CUDA libraries", absent, shape))
     load_only()
-    try:
-        with without_launches():
-            launch_all(config, device, page_size=page_size, max_batch_size=max_batch_size)
-    except PermissionError as error:  # the folder of a kernel that is not there cannot be made
-        raise KernelLibraryError(f"a Triton kernel was not built into {triton_folder()}: {error}") from error
+    with missing_kernels() as missing:
+        launch_all(config, shape, device)
+    if missing:
+        raise KernelLibraryError(_message(f"Triton kernels of {triton_folder()}", missing, shape))
 
 
-def _decode_attention(config: GptOssConfig, batch: int, heads: int, cache: Tensor) -> None:
-    device = cache.device
-    query = torch.empty(batch, heads, config.head_dim, dtype=torch.bfloat16, device=device)
-    sequences = PagedSequences(
-        torch.zeros(batch, 1, dtype=torch.int32, device=device),
-        torch.arange(batch + 1, dtype=torch.int32, device=device),
-        torch.ones(batch, dtype=torch.int32, device=device),
-        torch.full((batch,), -1, dtype=torch.int64, device=device),
+def _message(what: str, missing: Iterable[str], shape: WorkerShape) -> str:
+    names = list(missing)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (
+        f"{what} that were not built: {', '.join(names[:_NAMED])}{more}; run `antiphon kernels build "
+        f'--layouts "{shape.layout.name}" --page-size {shape.page_size} '
+        f"--max-batch-size {shape.max_batch_size}` where nvcc and gcc are"
     )
-    sinks = torch.empty(heads, dtype=torch.float32, device=device)
-    kernel = DecodeAttention(batch, heads, cache.shape[1], config.head_dim, device, pdl=True)
-    scale = config.head_dim**-0.5
-    kernel.full(query, cache, sequences, sinks, scale, torch.empty_like(query))
-    kernel.sliding(query, cache, sequences, sinks, config.sliding_window, scale, torch.empty_like(query))

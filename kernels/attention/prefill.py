@@ -18,7 +18,10 @@ from antiphon.kernels.reference import PagedSequences
 LOG2E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "start_ptr", "len_ptr"],
+)
 def _prefill(
     q_ptr,
     kv_ptr,

@@ -45,13 +45,16 @@ with ahead.without_launches():
 
 EVERY = """
 from triton.runtime.jit import JITFunction
-from antiphon.model.ahead import launch_all
+from antiphon.model.ahead import WorkerShape, launch_all
 from antiphon.model.config import preset
+from antiphon.model.parallel.layout import ParallelLayout
 
 names = set()
 JITFunction.run = lambda self, *_, **__: names.add(self.fn.__name__)
-launch_all(preset("gpt-oss-120b"), "cpu", page_size=64, max_batch_size=3)
-print(*sorted(names))
+for ranks, page_size in ((1, 64), (2, 32)):
+    shape = WorkerShape(ParallelLayout(ranks), page_size, max_batch_size=3)
+    launch_all(preset("gpt-oss-120b"), shape, "cpu")
+    print(*sorted(names))
 """
 
 
@@ -74,15 +77,16 @@ def test_a_worker_loads_what_was_built_and_refuses_the_rest(tmp_path: Path) -> N
 
 
 def test_every_kernel_of_the_fast_model_is_launched(tmp_path: Path) -> None:
-    files = [
-        ROOT / "kernels" / name for name in ("sampling.py", "router.py", "dense/norm.py", "dense/rope.py")
-    ]
-    files.append(ROOT / "kernels" / "attention" / "decode.py")
-    source = "".join(path.read_text() for path in files)
-    launched = set(re.findall(r"^ +(_\w+)\[\(", source, re.M))
-    (names,) = run(tmp_path, EVERY)
-    assert set(names.split()) == launched
-    assert len(launched) >= 9
+    def launched(*files: str) -> set[str]:
+        source = "".join((ROOT / "kernels" / name).read_text() for name in files)
+        return set(re.findall(r"^ +(_\w+)\[\(", source, re.M))
+
+    alone, with_ranks = (set(names.split()) for names in run(tmp_path, EVERY))
+    own = ("sampling.py", "router.py", "dense/norm.py", "dense/rope.py", "attention/decode.py")
+    assert alone == launched(*own)
+    assert with_ranks == alone | launched("portable_moe.py", "attention/prefill.py")
+    assert len(alone) >= 9
+    assert len(with_ranks) >= 13
 
 
 def test_a_folder_that_was_never_built_is_refused(tmp_path: Path) -> None:
@@ -97,3 +101,67 @@ def test_the_module_that_launches_is_compiled_without_a_gpu(tmp_path: Path) -> N
     assert first == again
     assert Path(first).is_relative_to(tmp_path / "triton")
     assert Path(first).stat().st_size > 10_000
+
+
+MISSING = """
+build(32)
+import triton
+from antiphon.model import ahead as worker
+from antiphon.model.config import preset
+from antiphon.model.parallel.layout import ParallelLayout
+
+triton.runtime.driver.set_active(ahead._NoDevice())
+worker.hopper_obstacle = lambda *_: None
+libraries, worker.libraries = worker.libraries, lambda _: ()
+shape = worker.WorkerShape(ParallelLayout(2), page_size=64, max_batch_size=2)
+def refused():
+    try:
+        worker.require_built(preset("gpt-oss-20b"), shape, "cpu")
+    except KernelLibraryError as error:
+        print(error)
+refused()
+worker.libraries = libraries
+refused()
+"""
+
+
+def test_a_worker_that_lacks_kernels_of_its_layout_names_them(tmp_path: Path) -> None:
+    compiled, triton, cuda = run(tmp_path, MISSING)
+    assert compiled == "_rms_norm _route"
+    assert triton.startswith(f"Triton kernels of {tmp_path / 'triton'} that were not built: ")
+    assert "_rms_norm[H=2880, BLOCK=4096, ADD=True, PDL=False]" in triton
+    assert "ADD=False" not in triton, "what was built is not missing"
+    assert re.search(r"_rope_and_write\[Q=32, G=4, PAGE=64, DIM=64, HEAD_BLOCK=64\]", triton)
+    assert re.search(r" and \d+ more; run `antiphon kernels build --layouts \"TP2\" --page-size 64 ", triton)
+    assert re.match(r"CUDA libraries that were not built: prefill_attention-[0-9a-f]{16}\.so; run ", cuda)
+
+
+def test_which_libraries_a_layout_needs() -> None:
+    code = (
+        "from antiphon.model.ahead import libraries\n"
+        "from antiphon.model.parallel.layout import ParallelLayout\n"
+        "for layout in (ParallelLayout(1), ParallelLayout(4), ParallelLayout(4, expert_parallel=True)):\n"
+        "    print(*(library.name for library in libraries(layout)))\n"
+    )
+    assert run(Path("/nowhere"), code) == [
+        "skinny moe prefill_attention",
+        "prefill_attention",
+        "prefill_attention moe",
+    ]
+
+
+def test_layouts_are_read_as_they_are_written() -> None:
+    code = (
+        "from antiphon.cluster.cli_kernels import parse_layout\n"
+        "from antiphon.protocol.errors import ConfigError\n"
+        "print(*(parse_layout(text).name for text in ('TP1', ' EP4 TP4')), sep='|')\n"
+        "for text in ('EP2 TP4', 'TP', '4'):\n"
+        "    try:\n"
+        "        parse_layout(text)\n"
+        "    except ConfigError as error:\n"
+        "        print(error)\n"
+    )
+    names, *refused = run(Path("/nowhere"), code)
+    assert names == "TP1|EP4 TP4"
+    assert len(refused) == 3
+    assert all("expected such as TP1, TP4 or EP4 TP4" in line for line in refused)
