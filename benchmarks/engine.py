@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -222,12 +222,12 @@ def prefill_point(
     repeats: int,
     *,
     chunk_graphs: bool = False,
-    choices: ChunkChoices | None = None,
+    choices: str = "",
 ) -> Record:
     """Median time from a prompt of ``tokens`` to its first token; the first prompt warms up.
 
     Args:
-        choices: with which the model was made; the record names them.
+        choices: how the model multiplies where that is not the default, in words for the record.
     """
     chunk = min(chunk, -(-tokens // PAGE) * PAGE)
     settings = bench.settings(
@@ -252,8 +252,8 @@ def prefill_point(
     resident = "mxfp4 and fp8" if bench.resident_fp8 else "mxfp4"
     extra: dict[str, object] = {"resident_weights": resident, "chunk_tokens": chunk, "repeats": repeats}
     extra["road"] = loop.executor.road
-    if choices is not None:
-        extra.update({name: value for name, value in asdict(choices).items() if value})
+    if choices:
+        extra["choices"] = choices
     floor = prefill_floor_ms(bench.model.config, tokens, form)
     value = statistics.median(times[1:])
     return _record(bench, BENCH_PREFILL, value, floor, extra, batch=1, input_tokens=tokens)
@@ -318,6 +318,15 @@ def _choices(options: argparse.Namespace) -> ChunkChoices | None:
     return None if choices == ChunkChoices() else choices
 
 
+def in_words(choices: ChunkChoices | None, *, chunk_graphs: bool) -> str:
+    """What is not the default, such as ``graphs, FP8 projections, tiles of 128``."""
+    words = ["graphs"] if chunk_graphs else []
+    if choices is not None:
+        words += ["FP8 projections"] if choices.fp8_projections else []
+        words += [] if choices.expert_tile is None else [f"tiles of {choices.expert_tile}"]
+    return ", ".join(words)
+
+
 def run(bench: Bench, options: argparse.Namespace) -> list[Record]:
     """Every point that was asked for; prints a line for each."""
     records = []
@@ -332,7 +341,7 @@ def run(bench: Bench, options: argparse.Namespace) -> list[Record]:
         record = prefill_point(
             *(bench, tokens, options.chunk, options.repeats),
             chunk_graphs=options.chunk_graphs,
-            choices=_choices(options),
+            choices=in_words(_choices(options), chunk_graphs=options.chunk_graphs),
         )
         records.append(record)
         _say(record, f"prefill, {tokens} tokens")

@@ -163,6 +163,7 @@ class Record:
             self.peer,
             self.extra.get("resident_weights"),
             self.extra.get("shape"),
+            self.extra.get("choices"),
         )
 
 

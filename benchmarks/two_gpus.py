@@ -10,30 +10,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-BENCHMARKS = "antiphon.benchmarks"
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One command: arguments of this Python, and how long it may take."""
-
-    name: str
-    arguments: tuple[str, ...]
-    limit_s: float
+from antiphon.benchmarks.parts import Part, build_kernels, module, run_all
 
 
 def parts(out: Path) -> tuple[Part, ...]:
     """In the order of what is most needed."""
-
-    def module(name: str, *arguments: str) -> tuple[str, ...]:
-        return ("-m", f"{BENCHMARKS}.{name}", *arguments)
-
     transfer = out / "transfer.json"
     ranks = out / "rank_steps.json"
     hand_off = ("--compute-ms", "8192:80,32768:400", "--out", str(transfer))
@@ -56,45 +40,6 @@ def parts(out: Path) -> tuple[Part, ...]:
     )
 
 
-def build_kernels(limit_s: float) -> bool:
-    """Compile every CUDA library, all at a time."""
-    from antiphon.cluster.cli_kernels import LIBRARIES
-
-    code = (
-        "import sys; from antiphon.cluster.cli_kernels import LIBRARIES; LIBRARIES[int(sys.argv[1])].build()"
-    )
-    running = [subprocess.Popen([sys.executable, "-c", code, str(index)]) for index in range(len(LIBRARIES))]
-    deadline = time.monotonic() + limit_s
-    for process in running:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-    return all(process.returncode == 0 for process in running)
-
-
-def run(part: Part, deadline: float) -> bool:
-    """Whether a part ended well within its limit and what is left of the whole."""
-    limit_s = min(part.limit_s, deadline - time.monotonic())
-    if limit_s <= 5:
-        print(f"=== {part.name}: no time is left", flush=True)
-        return False
-    print(f"=== {part.name}, at most {limit_s:.0f} s", flush=True)
-    begin = time.monotonic()
-    process = subprocess.Popen([sys.executable, *part.arguments], start_new_session=True)
-    try:
-        code: int | None = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        code = None
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-            process.wait()
-    said = "ran out of time" if code is None else f"ended with {code}"
-    print(f"=== {part.name} {said} after {time.monotonic() - begin:.1f} s", flush=True)
-    return code == 0
-
-
 def main() -> int:
     """Run every part."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -111,9 +56,7 @@ def main() -> int:
     begin = time.monotonic()
     good = build_kernels(150)
     print(f"=== kernels {'built' if good else 'NOT built'} in {time.monotonic() - begin:.0f} s", flush=True)
-    ended = {part.name: run(part, deadline) for part in chosen}
-    print("=== " + ", ".join(f"{name}: {'ok' if ok else 'FAILED'}" for name, ok in ended.items()))
-    return 0 if good and all(ended.values()) else 1
+    return 0 if good and all(run_all(chosen, deadline).values()) else 1
 
 
 if __name__ == "__main__":

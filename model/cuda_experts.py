@@ -135,6 +135,7 @@ class HopperExpertLayers:
         if tile is not None and tile not in built:
             raise ValueError(f"expert tiles of {tile} tokens, expected one of {built}")
         self._config = config
+        self._device = device
         self._tile = tile
         self.resident_fp8 = resident_fp8
         self.inexact_blocks = self.blocks = 0
@@ -163,6 +164,17 @@ class HopperExpertLayers:
         inexact, blocks = experts.inexact
         self.inexact_blocks += inexact
         self.blocks += blocks
+
+    def sharing(self, resident_fp8: bool, tile: int | None) -> HopperExpertLayers:
+        """The same layers, multiplied otherwise, with buffers of its own.
+
+        Raises:
+            ValueError: as when layers are added, or for such a tile.
+        """
+        twin = HopperExpertLayers(self._config, self._device, resident_fp8, tile)
+        for router, experts in zip(self._routers, self._layers, strict=True):
+            twin.add_converted(*router, experts)
+        return twin
 
     def reserve(self, tokens: int) -> None:
         """See ``ExpertLayers``."""
@@ -204,7 +216,7 @@ class HopperExpertLayers:
         # Padding is kept from the experts, whose tiles it would fill.
         ids, weights = route(normed, gate_weight, gate_bias, config.experts_per_token, live)
         behind = (x, following_norm, config.rms_norm_eps)
-        if experts.fp8 is not None:
+        if self.resident_fp8 and experts.fp8 is not None:
             buffers = self._fp8_buffers.of(x.shape[0])
             return x, prefill.moe_add_rms_norm_(normed, ids, weights, experts.fp8, buffers, *behind)
         return x, mixed.moe_add_rms_norm_(

@@ -7,6 +7,8 @@ roads silently afterwards. Names of weights are those of OpenAI's checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -93,6 +95,23 @@ class CudaTransformer:
         if tensors:
             raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
         self._attention = AttentionBlock(config, self.device, self.road)
+
+    def sharing(self, resident_fp8: bool, chunks: ChunkChoices) -> CudaTransformer:
+        """The same weights, multiplied otherwise, so that ways can be compared without loading again.
+
+        Raises:
+            ValueError: this model is not on the HOPPER road, or has no FP8 experts that could be resident.
+        """
+        if not isinstance(self._experts, HopperExpertLayers):
+            raise ValueError(f"a model on the {self.road} road has one way to multiply")
+        twin = copy(self)
+        twin._experts = self._experts.sharing(resident_fp8, chunks.expert_tile)
+        twin._attention = AttentionBlock(self.config, self.device, self.road)
+        twin._layers = [
+            with_fp8_projections(weights) if chunks.fp8_projections else replace(weights, fp8=None)
+            for weights in self._layers
+        ]
+        return twin
 
     def reserve(self, tokens: int) -> None:
         """See ``model.forward.ReservesBuffers``."""
