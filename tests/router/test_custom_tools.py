@@ -10,6 +10,7 @@ import openai.types.responses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from antiphon.protocol.grammar import JsonSchema, LarkGrammar
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
@@ -18,6 +19,7 @@ from antiphon.router.openai.custom_calls import InputUnpacker
 from antiphon.router.served_model import ServedModel
 
 MODEL = ServedModel(name="tiny", max_context_tokens=8192, created=1_700_000_000, fingerprint="fp_test")
+STREAM_EVENT: TypeAdapter[Any] = TypeAdapter(openai.types.responses.ResponseStreamEvent)
 LARK = 'start: "add " NUMBER "\\n"\nNUMBER: /[0-9]+/\n'
 INPUT = 'print("a\\n☃ 👍")\n\tx = {}'
 FORMATS: dict[str, Any] = {
@@ -120,6 +122,8 @@ async def test_responses_calls(deploy_calling, harmony, kind):
     streamed = await deployment.http.post("/v1/responses", json=body | {"stream": True})
     events = [json.loads(b.split("data: ", 1)[1]) for b in streamed.text.split("\n\n") if b]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        STREAM_EVENT.validate_python(event)
     kinds = [event["type"] for event in events]
     last = len(kinds) - 1 - kinds[::-1].index("response.output_item.added")
     assert set(kinds[last + 1 : -3]) == {"response.custom_tool_call_input.delta"}
