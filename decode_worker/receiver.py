@@ -172,6 +172,12 @@ class KvReceiver:
         lease = self._leases.get(*key)
         now = self._clock()
         if lease is not None and lease.writer == writer and not lease.cancelled and receive is not None:
+            if receive.writes is not None and receive.writes.expected != frozenset(message.writes):
+                # It began the attempt anew, with another part of it cached: this set would never be full.
+                self._counters["announcements_changed"] += 1
+                self._send(peer, RefuseWrites(*key, self._epoch, "other writes were announced before"))
+                self._stop_writer(key, receive)
+                return
             if receive.writes is not None:
                 receive.writes.renew(now)
             self._send(peer, GrantWrites(*key, self._epoch))

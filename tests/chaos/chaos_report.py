@@ -61,17 +61,12 @@ class Sample:
     usage: Mapping[str, Usage]
 
 
-_PIDS: dict[int, int] = {}
-
-
 async def sample(actors: Mapping[str, Any], began: float) -> Sample:
     """Ask the system about every process of the deployment and about the supervisor."""
     usage = {"supervisor": _usage(psutil.Process())}
     for name, actor in actors.items():
         try:
-            if id(actor) not in _PIDS:
-                _PIDS[id(actor)] = await actor.pid()
-            usage[name] = _usage(psutil.Process(_PIDS[id(actor)]))
+            usage[name] = _usage(psutil.Process(await actor.known_pid()))
         except Exception:  # it is dead, stopped or not there yet
             continue
     return Sample(time.monotonic() - began, usage)

@@ -96,6 +96,13 @@ class Asked:
 
     def __init__(self, process: RayProcess) -> None:
         self._process = process
+        self._pid: int | None = None
+
+    async def known_pid(self) -> int:
+        """Its process, which is asked only once."""
+        if self._pid is None:
+            self._pid = int(await self.pid())
+        return self._pid
 
     def __getattr__(self, name: str) -> Any:
         async def ask_it(*arguments: object) -> Any:

@@ -181,6 +181,12 @@ class RouterStandIn:
         peer = next(peer for peer in self.node.peers() if peer.worker_id == worker_id)
         self.node.send(peer, AbortRequest(name, attempt, "test"))
 
+    def abort_rest(self, name: str) -> None:
+        """End every other request that is still open."""
+        for other, outcome in self.requests.items():
+            if other != name and not outcome.ended:
+                self.abort(other)
+
     def prefill_with_wrong_attempt(self, name: str) -> None:
         ticket = self.tickets[name]
         request = PrefillRequest(name, ticket.attempt + 1, self.requests[name].prompt, ticket)
@@ -226,14 +232,16 @@ class RouterStandIn:
         """Before any permission to write, the ticket is as good as new; after it, decode reserves again."""
         outcome = self.requests[message.request_id]
         outcome.prefill_failures.append(message)
+        self.prefilling.pop(message.request_id, None)
         ticket = self.tickets.get(message.request_id)
         unused = message.stage in ("handshake", "reserve")
         if unused and ticket is not None and ticket.attempt == message.attempt:
-            self.thread.later(0.05, self._prefill, message.request_id, message.attempt)
+            self.thread.later(0.05, self._prefill_again, message.request_id, message.attempt)
 
     def _on_reserved(self, message: Reserved) -> None:
         outcome = self.requests[message.request_id]
         outcome.attempts.append(message.attempt)
+        self.prefilling.pop(message.request_id, None)  # whoever was at it, is at an attempt of the past
         if message.ticket is None:
             return
         self.tickets[message.request_id] = message.ticket
@@ -338,6 +346,13 @@ class Pair:
         self.prefill_address = self.prefill.start()
         self.publish()
         wait_until(lambda: self.prefill.status().ready, what="readiness of the new life")
+
+    def replace_decode(self) -> None:
+        """A new life of the decode worker, after the old one has been killed."""
+        self.decode = self._make(DecodeWorker, "decode-0", self.decode_settings)
+        self.decode_address = self.decode.start()
+        self.publish()
+        wait_until(lambda: all(s.ready for s in self.statuses()), what="readiness of the new life")
 
     def statuses(self) -> tuple[WorkerStatus, WorkerStatus]:
         return self.prefill.status(), self.decode.status()
