@@ -31,7 +31,11 @@ Record = dict[str, object]
 
 
 def random_cache(
-    model: LanguageModel, full_pages: int, sliding_pages: int, kv_heads: int | None = None
+    model: LanguageModel,
+    full_pages: int,
+    sliding_pages: int,
+    kv_heads: int | None = None,
+    device: torch.device | str = "cuda",
 ) -> PagedKvCache:
     """A cache full of random keys and values; of one rank's heads where ``kv_heads`` says how many."""
     cache = PagedKvCache(
@@ -39,8 +43,8 @@ def random_cache(
         full_pages=full_pages,
         sliding_pages=sliding_pages,
         page_size=PAGE,
-        dtype=torch.bfloat16,
-        device="cuda",
+        dtype=torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32,
+        device=device,
         kv_heads=kv_heads,
     )
     for group in ("full", "sliding"):

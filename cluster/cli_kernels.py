@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from antiphon.kernels.attention import prefill_hopper
-from antiphon.kernels.collectives import one_shot
+from antiphon.kernels.collectives import peer_reduce
 from antiphon.kernels.cuda_library import CudaLibrary, KernelLibraryError
 from antiphon.kernels.dense import skinny
 from antiphon.kernels.moe import build as moe
@@ -19,7 +19,7 @@ LIBRARIES: tuple[CudaLibrary, ...] = (
     skinny.LIBRARY,
     moe.LIBRARY,
     prefill_hopper.LIBRARY,
-    one_shot.LIBRARY,
+    peer_reduce.LIBRARY,
 )
 """Every library that a worker on an H200 loads."""
 

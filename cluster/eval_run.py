@@ -25,12 +25,12 @@ SEED = 1
 
 def built_in_questions(per_skill: int, skills: Sequence[str]) -> list[Question]:
     """Held-out questions of gpt-oss-tiny's skills, without those whose answer needs a date of their own."""
-    _load_encoding()
+    load_encoding()
     examples = held_out_examples(SEED, per_skill, tuple(skills))
     return [question_of(example) for example in examples if not depends_on_date(example)]
 
 
-def _load_encoding() -> None:
+def load_encoding() -> None:
     """Point the library's loader at the vocabulary that the package ships; it has no other way to be told."""
     before = os.environ.get(ENCODINGS_VARIABLE)
     os.environ[ENCODINGS_VARIABLE] = str(ranks_path().parent)

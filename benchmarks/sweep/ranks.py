@@ -217,11 +217,11 @@ def load_rank(plan: RankPlan, rank: int, store: Store) -> tuple[RankPart, RankGr
         plain = PlainPart(config, layout, group.communicator, plan.dtype, device)
         fill(plain, parameters)
         return plain, group
-    from antiphon.model.parallel.cuda_load import FUSED_ROWS  # loads Triton
-    from antiphon.model.parallel.cuda_transformer import CudaRankTransformer
+    from antiphon.model.parallel.cuda_transformer import CudaRankTransformer  # loads Triton
     from antiphon.model.parallel.peer_memory import FusedReduce
+    from antiphon.model.parallel.reduce_limits import limits_of
 
-    reduce = FusedReduce(store, group.communicator, FUSED_ROWS, config.hidden_size, device)
+    reduce = FusedReduce(store, group.communicator, limits_of(group.size), config.hidden_size, device)
     fast = CudaRankTransformer(
         *(config, layout, group.communicator, parameters, device),
         row_reduce=reduce,

@@ -16,13 +16,11 @@ from antiphon.model.parallel.cuda_transformer import CudaRankTransformer, takes_
 from antiphon.model.parallel.layout import ParallelLayout
 from antiphon.model.parallel.load import read_shard
 from antiphon.model.parallel.peer_memory import FusedReduce
+from antiphon.model.parallel.reduce_limits import limits_of
 from antiphon.model.weight_cache.load_experts import load_experts
 from antiphon.model.weight_cache.store import WeightCache
 
 _log = logging.getLogger(__name__)
-
-FUSED_ROWS = 64
-"""Rows up to which a sum over ranks is one launch over peer memory: half of what a decode step may have."""
 
 
 def load_cuda_rank(
@@ -34,7 +32,7 @@ def load_cuda_rank(
     *,
     with_unembedding: bool = True,
     resident_fp8: bool = False,
-    fused_rows: int = FUSED_ROWS,
+    peer_memory: bool = True,
     weight_cache: WeightCache | None = None,
 ) -> CudaRankTransformer:
     """Read one rank's part of a checkpoint of either layout into the fast model.
@@ -42,7 +40,7 @@ def load_cuda_rank(
     Args:
         store: the ranks' meeting place, where they exchange the handles of their memory.
         with_unembedding: False for workers that never sample; their steps have many rows, and no peer memory.
-        fused_rows: 0 takes every sum over the communicator.
+        peer_memory: False takes every sum over the communicator.
         weight_cache: where the experts are kept that this rank converts.
 
     Raises:
@@ -54,8 +52,9 @@ def load_cuda_rank(
     index = open_checkpoint(directory)
     layout.check(index.config)
     row_reduce = None
-    if with_unembedding and fused_rows and communicator.size > 1:
-        row_reduce = FusedReduce(store, communicator, fused_rows, index.config.hidden_size, device)
+    if with_unembedding and peer_memory and communicator.size > 1:
+        limits = limits_of(communicator.size)
+        row_reduce = FusedReduce(store, communicator, limits, index.config.hidden_size, device)
     skip = frozenset[TensorKind]() if with_unembedding else frozenset({TensorKind.UNEMBEDDING})
     converted = None
     if takes_hopper_experts(index.config, layout, device):

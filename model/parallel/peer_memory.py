@@ -9,10 +9,13 @@ import itertools
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from antiphon.kernels.collectives.one_shot import OneShotReduce, peer_bytes
+from antiphon.kernels.collectives.two_shot import TwoShotReduce, two_shot_bytes
 from antiphon.model.parallel.communicator import Communicator
+from antiphon.model.parallel.reduce_limits import ReduceLimits
 from antiphon.protocol.errors import RankLostError
 
 _names = itertools.count()
@@ -52,17 +55,36 @@ class PeerMemory:
 
 
 class FusedReduce:
-    """``OneShotReduce`` with the memory it works on.
+    """Sum over ranks, residual and norm in one launch, one-shot or two-shot by the number of rows.
 
-    Args:
-        max_rows: up to here one launch is faster than a library's all-reduce and what follows it.
+    Which, and up to how many rows, ``limits`` says; all ranks decide alike, by the number of rows alone.
     """
 
     def __init__(
-        self, store: Store, communicator: Communicator, max_rows: int, width: int, device: torch.device
+        self, store: Store, communicator: Communicator, limits: ReduceLimits, width: int, device: torch.device
     ) -> None:
-        size_bytes = peer_bytes(max_rows, width, communicator.size)
-        self._memory = PeerMemory(store, communicator, size_bytes, device)
-        self._reduce = OneShotReduce(self._memory.addresses, communicator.rank, max_rows, width, device)
-        self.max_rows = max_rows
-        self.add_norm_ = self._reduce.add_norm_
+        """Raises RankLostError, see ``PeerMemory``."""
+        self.max_rows = limits.max_rows
+        rank, ranks = communicator.rank, communicator.size
+        self._one_shot_rows = limits.one_shot_rows
+        self._memory: list[PeerMemory] = []
+
+        def shared(size_bytes: int) -> tuple[int, ...]:
+            self._memory.append(PeerMemory(store, communicator, size_bytes, device))
+            return self._memory[-1].addresses
+
+        self._one_shot: OneShotReduce | None = None
+        self._two_shot: TwoShotReduce | None = None
+        if rows := limits.one_shot_rows:
+            memory = shared(peer_bytes(rows, width, ranks))
+            self._one_shot = OneShotReduce(memory, rank, rows, width, device)
+        if rows := limits.two_shot_rows:
+            memory = shared(two_shot_bytes(rows, width, ranks))
+            self._two_shot = TwoShotReduce(memory, rank, rows, width, device)
+
+    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``OneShotReduce.add_norm_``; at most ``max_rows`` rows."""
+        way = self._one_shot if x.shape[0] <= self._one_shot_rows else self._two_shot
+        if way is None:
+            raise ValueError(f"{x.shape[0]} rows, the memory is for 1 to {self.max_rows}")
+        return way.add_norm_(x, residual, weight, eps)

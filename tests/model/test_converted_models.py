@@ -94,7 +94,7 @@ def test_the_ranks_of_dealt_out_experts(checkpoint: Path, tmp_path: Path) -> Non
         store: Any = None
         loaded = [
             rank_load.load_cuda_rank(
-                *(checkpoint, layout, group, store, CPU), fused_rows=0, weight_cache=each
+                *(checkpoint, layout, group, store, CPU), peer_memory=False, weight_cache=each
             )
             for each in (None, cache, cache)
         ]

@@ -18,6 +18,7 @@ from antiphon.kernels.attention.decode import DecodeAttention
 from antiphon.kernels.attention.prefill import prefill_attention
 from antiphon.kernels.attention.prefill_hopper import chunk_rope_and_write, hopper_prefill_attention
 from antiphon.kernels.collectives.one_shot import OneShotReduce, peer_bytes
+from antiphon.kernels.collectives.two_shot import TwoShotReduce, two_shot_bytes
 from antiphon.kernels.dense import fp8_projection, norm, rope, skinny
 from antiphon.kernels.moe import chunk_norm, decode, mixed, prefill
 from antiphon.kernels.moe.fp8_weights import TILE, TILES_K, Fp8Experts, Fp8Matrix
@@ -264,11 +265,13 @@ def _prefill_attention_hopper(machine: Machine) -> None:
 @_case("reduce_add_norm")
 def _reduce_add_norm(machine: Machine) -> None:
     """Of one rank, which waits for itself; what several say to each other is beyond these tools."""
-    memory = torch.zeros(peer_bytes(3, DIM, 1), dtype=torch.uint8).to(machine.device)
-    reduce = OneShotReduce([memory.data_ptr()], 0, 3, DIM, machine.device)
-    for rows in (1, 3):
-        x, residual = machine.random(rows, DIM), machine.random(rows, DIM)
-        reduce.add_norm_(x, residual, machine.random(DIM), 1e-5)
+    sizes = {OneShotReduce: peer_bytes(3, DIM, 1), TwoShotReduce: two_shot_bytes(3, DIM, 1)}
+    for kind, size_bytes in sizes.items():
+        memory = torch.zeros(size_bytes, dtype=torch.uint8).to(machine.device)
+        reduce = kind([memory.data_ptr()], 0, 3, DIM, machine.device)
+        for rows in (1, 3):
+            x, residual = machine.random(rows, DIM), machine.random(rows, DIM)
+            reduce.add_norm_(x, residual, machine.random(DIM), 1e-5)
 
 
 @_case("rms_norm")

@@ -1,0 +1,41 @@
+"""Up to how many rows a sum over ranks takes which way: the one table of the crossovers.
+
+``python -m antiphon.benchmarks.rank_steps --parts sums`` measures all ways over all sizes and prints the
+limits that belong here. None has been measured yet: 64 rows are half of what a decode step may have, and the
+two-shot sum waits for a figure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceLimits:
+    """Rows of one sum; beyond them the communicator's all-reduce and a fused add and norm take over.
+
+    Attributes:
+        one_shot_rows: up to here every rank reads every rank's rows.
+        two_shot_rows: beyond, up to here, each row is summed by one rank; 0 for never.
+    """
+
+    one_shot_rows: int
+    two_shot_rows: int = 0
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows that take one launch."""
+        return max(self.one_shot_rows, self.two_shot_rows)
+
+
+BY_RANKS: dict[int, ReduceLimits] = {
+    2: ReduceLimits(64),
+    4: ReduceLimits(64),
+    8: ReduceLimits(64),
+}
+"""Ranks of a worker -> its limits."""
+
+
+def limits_of(ranks: int) -> ReduceLimits:
+    """The limits of so many ranks: those of the next larger number that was measured."""
+    return BY_RANKS[min((size for size in BY_RANKS if size >= ranks), default=max(BY_RANKS))]
