@@ -1,6 +1,7 @@
 """How long a worker takes from a checkpoint to a model that can compute, by where its bytes are.
 
-Run: ``python -m antiphon.benchmarks.load DIRECTORY [--device cuda] [--resident-fp8] [--cache FOLDER]``.
+Run: ``python -m antiphon.benchmarks.load DIRECTORY [--device cuda] [--resident-fp8] [--cache FOLDER]``; with
+``--like gpt-oss-20b`` a random checkpoint is made there first, on the device, unless one is there.
 
 - cold: the checkpoint is not in the page cache, and experts are converted;
 - converted: it is, and experts are converted;
@@ -30,9 +31,13 @@ import torch
 
 from antiphon.benchmarks.records import RESULTS, Layout, Record, append_records, checkout_commit, now
 from antiphon.model.checkpoint.load import load_model
+from antiphon.model.checkpoint.synthesize import synthesize_parameters
+from antiphon.model.checkpoint.write import write_checkpoint
+from antiphon.model.config import preset
 from antiphon.model.weight_cache.store import WeightCache
 
 BENCH_LOAD = "load"
+KINDS = ("cold", "converted", "stored", "warm")
 _BLOCK = 1 << 24
 _IO_COUNTERS = Path("/proc/self/io")
 
@@ -89,9 +94,14 @@ def disk_bytes_read() -> int:
 
 
 def measure(
-    directory: Path, device: torch.device, resident_fp8: bool, repeats: int, cache: WeightCache
+    directory: Path,
+    device: torch.device,
+    resident_fp8: bool,
+    repeats: int,
+    cache: WeightCache,
+    wanted: Sequence[str] = KINDS,
 ) -> list[Record]:
-    """The median of several loads of one checkpoint, of every kind that the device has."""
+    """The median of several loads of one checkpoint, of the wanted kinds that the device has."""
     files = sorted(directory.glob("*.safetensors"))
     size = read_through(files)
     kinds: dict[str, tuple[Callable[[], object], WeightCache | None]] = {
@@ -104,6 +114,8 @@ def measure(
         kinds["warm"] = (lambda: read_through([file.path for file in cache.files()]), cache)
     records = []
     for kind, (prepare, used) in kinds.items():
+        if kind not in wanted:
+            continue
         loads = []
         for _ in range(repeats):
             prepare()
@@ -134,6 +146,17 @@ def measure(
     return records
 
 
+def make_checkpoint(directory: Path, like: str, device: torch.device) -> None:
+    """Write a random checkpoint, its numbers drawn on the device, unless the folder is there.
+
+    Raises:
+        ConfigError: no shape of that name.
+    """
+    if not directory.exists():
+        config = preset(like)
+        write_checkpoint(directory, config, synthesize_parameters(config, device=device))
+
+
 @contextmanager
 def cache_in(folder: Path | None) -> Iterator[WeightCache]:
     """An empty weight cache of no limit; in a folder that is deleted afterwards when none is given.
@@ -159,15 +182,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", type=Path, help="checkpoint of either layout")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--resident-fp8", action="store_true", help="hold FP8 experts for long chunks too")
+    parser.add_argument("--like", help="make a checkpoint of this shape first")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which, with commas between them")
     parser.add_argument("--cache", type=Path, help="an empty or absent folder; a temporary one by default")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS / "load.json")
     options = parser.parse_args(arguments)
-    directory = options.directory.resolve()
+    directory, device = options.directory.resolve(), torch.device(options.device)
+    kinds = options.kinds.split(",")
+    if not set(kinds) <= set(KINDS):
+        parser.error(f"--kinds {options.kinds}: expected some of {', '.join(KINDS)}")
+    if options.like is not None:
+        make_checkpoint(directory, options.like, device)
     with cache_in(options.cache) as cache:
-        records = measure(
-            directory, torch.device(options.device), options.resident_fp8, options.repeats, cache
-        )
+        records = measure(directory, device, options.resident_fp8, options.repeats, cache, kinds)
     for record in records:
         rate = float(str(record.extra["checkpoint_bytes"])) / record.value / 1e9
         print(

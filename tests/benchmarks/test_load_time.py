@@ -62,6 +62,16 @@ def test_a_gpu_is_also_measured_with_the_cache(
     assert records[-1].extra["cache_bytes"] == 5
 
 
+def test_a_checkpoint_is_made_where_there_is_none(tmp_path: Path) -> None:
+    arguments = [str(tmp_path / "made"), "--like", "tiny", "--device", "cpu", "--repeats", "1"]
+    out = tmp_path / "load.json"
+    for kinds, expected in (("cold", ["load_cold"]), ("converted", ["load_cold", "load_converted"])):
+        assert load.main([*arguments, "--kinds", kinds, "--out", str(out)]) == 0
+        assert [record.bench for record in load_records(out)] == expected
+    with pytest.raises(SystemExit):
+        load.main([*arguments, "--kinds", "tepid"])
+
+
 def test_a_cache_with_something_in_it_is_not_measured(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="not empty"), load.cache_in(tmp_path):
