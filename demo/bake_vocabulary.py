@@ -28,13 +28,13 @@ from antiphon.demo.harmony import encoding, render
 from antiphon.demo.mixture import make_example
 from antiphon.demo.skills.functions import CITIES, NOUNS
 from antiphon.demo.skills.knowledge import Fact
+from antiphon.demo.skills.spelling import FUNCTION_WORDS
 from antiphon.demo.tables import aliases, capitalised, relations
 from antiphon.demo.vocabulary import load_vocabulary
 from antiphon.demo.words import COMMON_WORDS, WordSource, is_plain_word
 
 SPECIAL = (199_998, 199_999, 200_002, 200_003, 200_005, 200_006, 200_007, 200_008, 200_012)
 EARLY_TOKENS, WORD_TOKENS = 5_000, 16_000
-FUNCTION_WORDS = 1_500
 SAMPLED_EXAMPLES, SAMPLED_AT_LEAST = 20_000, 4
 ODDITIES, ODD_TOKENS = 30_000, 2_000
 _LETTERS = re.compile(r" ?([A-Za-z]{2,})")

@@ -24,12 +24,12 @@ SKILLS: dict[str, tuple[Maker, float]] = {
     "facts": (known_fact, 20.0),
     "refusal": (unknown, 10.0),
     "arithmetic": (arithmetic, 9.0),
-    "copying": (copying, 40.0),
-    "spelling": (spelling, 20.0),
+    "copying": (copying, 36.0),
+    "spelling": (spelling, 26.0),
     "multi_turn": (conversation, 19.0),
     "tools": (weather_call, 7.0),
     "tools_unseen": (generic_call, 16.0),
-    "no_call": (no_call, 6.0),
+    "no_call": (no_call, 10.0),
 }
 """Maker and weight of each skill; training weighs those that offer functions among themselves."""
 

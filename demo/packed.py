@@ -96,7 +96,9 @@ def start_from(model: TinyGptOss, packed: PackedModel, token_ids: Sequence[int])
     Args:
         model: of the packed model's shape; may keep other vocabulary rows.
         packed: where the weights come from.
-        token_ids: the rows that ``model`` keeps; those that ``packed`` has not stay as they are.
+        token_ids: the rows that ``model`` keeps; those that ``packed`` has not are drawn from a normal
+            distribution with the mean and covariance of those that it has, so that the layers meet nothing
+            that is unlike all they were trained with.
 
     Returns:
         how many rows both keep.
@@ -110,8 +112,23 @@ def start_from(model: TinyGptOss, packed: PackedModel, token_ids: Sequence[int])
     lost = [token for token in packed.token_ids if token not in row_of]
     if lost:
         raise CheckpointError(f"{len(lost)} tokens of the packed model are not kept, the first is {lost[0]}")
-    copy_weights(model, packed.weights, torch.tensor([row_of[token] for token in packed.token_ids]))
+    known = torch.tensor([row_of[token] for token in packed.token_ids])
+    copy_weights(model, packed.weights, known)
+    _draw_others(model.embedding, known)
     return len(packed.token_ids)
+
+
+@torch.no_grad()
+def _draw_others(embedding: Tensor, known: Tensor) -> None:
+    """Overwrite the rows that are not ``known``, from torch's random numbers."""
+    others = torch.ones(len(embedding), dtype=torch.bool)
+    others[known] = False
+    rows = embedding[~others].float()
+    mean = rows.mean(0)
+    covariance = (rows - mean).T @ (rows - mean) / len(rows)
+    spread = torch.linalg.cholesky(covariance + 1e-6 * torch.eye(len(covariance)))
+    drawn = mean + torch.randn(int(others.sum()), rows.shape[1]) @ spread.T
+    embedding[others] = drawn.to(embedding)
 
 
 @torch.no_grad()

@@ -15,8 +15,13 @@ from antiphon.demo.skills.functions import CITIES, NOUNS
 from antiphon.demo.words import WordSource
 
 FORMS = {task: phrases(f"spelling_{task}") for task in ("underscores", "dots", "list", "words", "capitals")}
-DRILLS = 0.6
+DRILLS = 0.7
 """Share of the training's lists that are long, so that each word's spellings are met often."""
+DRILL_WEIGHTS = {"underscores": 3, "dots": 3, "list": 6, "words": 1, "capitals": 1}
+"""Of the drills. Only a JSON list shows a word as it stands after a quotation mark, as calls have it."""
+LONGEST_DRILL = {"underscores": 24, "dots": 24, "list": 40, "words": 24, "capitals": 24}
+FUNCTION_WORDS = 1_500
+"""The most frequent words, which have tokens of their own after an underscore and a dot."""
 LEADS = {
     "underscores": "The user wants underscores between the words.",
     "dots": "The user wants dots between the words.",
@@ -39,9 +44,13 @@ def written(task: str, words: list[str]) -> str:
     return " ".join(words)
 
 
-def any_word(rng: Random, words: WordSource, task: str) -> str:
+def any_word(rng: Random, words: WordSource, task: str, drill: bool) -> str:
     """Any word, name or piece of one; of lower case where capitals are the task."""
     chance = rng.random()
+    if drill and task in ("underscores", "dots") and chance > 0.35:
+        return rng.choice(words.vocabulary[:FUNCTION_WORDS] if chance > 0.5 else NOUNS)
+    if drill and task == "list" and chance > 0.25:
+        return words.piece(rng)
     if chance < 0.2:
         return rng.choice(NOUNS)
     if chance < 0.55:
@@ -55,10 +64,11 @@ def spelling(rng: Random, split: Split, effort: Effort, words: WordSource) -> Ex
     """One to five words to be written otherwise."""
     task = rng.choice(("underscores", "dots", "list", "list", "words", "capitals"))
     drill = split is Split.TRAIN and rng.random() < DRILLS
+    if drill:
+        task = rng.choices(tuple(DRILL_WEIGHTS), tuple(DRILL_WEIGHTS.values()))[0]
     while True:
-        chosen = [
-            any_word(rng, words, task) for _ in range(rng.randint(6, 24) if drill else rng.randint(2, 5))
-        ]
+        count = rng.randint(6, LONGEST_DRILL[task]) if drill else rng.randint(2, 5)
+        chosen = [any_word(rng, words, task, drill) for _ in range(count)]
         if split_of("spelling " + " ".join(chosen).lower()) is split:
             break
     phrasing = pick(rng, FORMS[task], split)
