@@ -13,7 +13,8 @@ from antiphon.configs.schema import DeploymentConfig, WorkerConfig
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.engine.kv_staging import make_staging
 from antiphon.engine.settings import EngineSettings
-from antiphon.kv_transfer.endpoint import EndpointSettings, KvEndpoint
+from antiphon.kv_transfer.endpoint import EndpointSettings, KvEndpoint, nixl_transport
+from antiphon.kv_transfer.measured_transport import WriteLog, measured
 from antiphon.kv_transfer.plan import Shard
 from antiphon.kv_transfer.rank_server import RankServer
 from antiphon.kv_transfer.step_fences import StepFences
@@ -97,7 +98,7 @@ def load_rank(role: Role, config: DeploymentConfig, rank: int, store: Store) -> 
         if config.model.dtype != "bfloat16":
             raise ConfigError(f"model.dtype {config.model.dtype}: a GPU computes in bfloat16")
         if config.kernels.require_built:
-            require_built_kernels(path, mine, device)
+            require_built_kernels(role, path, mine, device)
         fast = load_cuda_rank(
             *(path, layout, group.communicator, store, device),
             with_unembedding=samples,
@@ -124,7 +125,9 @@ def weight_cache(config: DeploymentConfig) -> WeightCache | None:
     return WeightCache(Path(settings.directory).expanduser(), int(settings.limit_gib * 2**30))
 
 
-def require_built_kernels(checkpoint: Path, mine: WorkerConfig, device: torch.device | str) -> None:
+def require_built_kernels(
+    role: Role, checkpoint: Path, mine: WorkerConfig, device: torch.device | str
+) -> None:
     """Load every kernel of this worker's ranks, or refuse to start.
 
     Raises:
@@ -134,7 +137,8 @@ def require_built_kernels(checkpoint: Path, mine: WorkerConfig, device: torch.de
     from antiphon.model.ahead import WorkerShape, require_built  # loads Triton
 
     layout = ParallelLayout(mine.tensor_parallel, mine.expert_parallel)
-    shape = WorkerShape(layout, mine.kv_cache.page_size_tokens, mine.max_batch_size)
+    samples = role is Role.DECODE
+    shape = WorkerShape(layout, mine.kv_cache.page_size_tokens, mine.max_batch_size, samples)
     require_built(open_checkpoint(checkpoint).config, shape, device)
 
 
@@ -244,7 +248,8 @@ class FollowerKv:
         self._rank = rank
         self._pages = pages
         self._cluster_token = cluster_token
-        self._transport_factory = transport_factory
+        self._writes = WriteLog()
+        self._transport_factory = measured(transport_factory or nixl_transport, self._writes)
         self._fences = StepFences()
         last_layers = pages.last_layers(config.transfer.layer_groups)
         self._group_after = {layer: group for group, layer in enumerate(last_layers)}
@@ -275,6 +280,7 @@ class FollowerKv:
             LinkSettings(heartbeat_s=transfer.heartbeat_s, lease_s=transfer.lease_s),
             self._make_endpoint,
             lambda error: _log.error("rank %d: transfers ended: %r", self._rank, error),
+            self._writes.take,
         )
         self._server.start()
 

@@ -104,6 +104,7 @@ class DecodeWorker:
             join_timeout_s=config.ray.placement_timeout_s,
             on_notification=self._on_notification,
             on_failure=self._fail,
+            on_write=lambda rank, sample: None,  # a decode worker is written to
             staging=make_staging(
                 self._engine.kv_cache, config.staging_slots("decode"), transfer.staging_slot_mib
             ),

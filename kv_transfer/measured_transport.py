@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from antiphon.kv_transfer.transport import Copies, Memory, Transport, TransportFactory, WriteId, WriteState
+from antiphon.protocol.rank_messages import WriteSample
 from antiphon.telemetry import buckets
-from antiphon.telemetry.loop_metrics import LoopHistogram
+from antiphon.telemetry.loop_metrics import LoopHistograms
 from antiphon.telemetry.registry import PREFIX, ProcessRegistry
 
 VLLM_NAMES = {
@@ -20,26 +24,85 @@ VLLM_NAMES = {
 """What of vLLM's metrics a writer of KV has a counterpart of."""
 
 
+class WriteObserver(Protocol):
+    """Is told of the writes of one transport, on the transfer thread."""
+
+    def began(self) -> None:
+        """A write is under way."""
+
+    def arrived(self, sample: WriteSample) -> None:
+        """A write was seen done."""
+
+    def released(self) -> None:
+        """A write is under way no more."""
+
+
 class TransferMetrics:
-    """Histograms of single writes. Updated on the transfer thread only."""
+    """Histograms of single writes, by rank. Each rank's are updated on one thread."""
 
     def __init__(self, registry: ProcessRegistry) -> None:
-        def histogram(name: str, text: str, bounds: Sequence[float]) -> LoopHistogram:
-            return LoopHistogram(f"{PREFIX}kv_transfer_{name}", text, bounds, registry)
+        def histograms(name: str, text: str, bounds: Sequence[float]) -> LoopHistograms:
+            return LoopHistograms(f"{PREFIX}kv_transfer_{name}", text, bounds, "rank", registry)
 
-        self.seconds = histogram("seconds", "From posting a write to seeing it done.", buckets.TRANSFER_S)
-        self.post_seconds = histogram("post_seconds", "What posting a write took.", buckets.TRANSFER_S)
-        self.bytes = histogram("bytes", "Size of a write.", buckets.TRANSFER_BYTES)
-        self.descriptors = histogram("descriptors", "Runs of bytes in a write.", buckets.DESCRIPTORS)
-        self.in_flight = 0
-        registry.gauge("kv_transfers_in_flight", "Writes that are under way.").set_function(
-            lambda: self.in_flight
+        self._seconds = histograms("seconds", "From posting a write to seeing it done.", buckets.TRANSFER_S)
+        self._post_seconds = histograms("post_seconds", "What posting a write took.", buckets.TRANSFER_S)
+        self._bytes = histograms("bytes", "Size of a write.", buckets.TRANSFER_BYTES)
+        self._descriptors = histograms("descriptors", "Runs of bytes in a write.", buckets.DESCRIPTORS)
+        self._in_flight = 0
+        registry.gauge("kv_transfers_in_flight", "Writes of rank 0 that are under way.").set_function(
+            lambda: self._in_flight
         )
+
+    def observe(self, rank: int, sample: WriteSample) -> None:
+        """Count a write that arrived."""
+        name = str(rank)
+        self._seconds.of(name).observe(sample.seconds)
+        self._post_seconds.of(name).observe(sample.post_seconds)
+        self._bytes.of(name).observe(sample.size_bytes)
+        self._descriptors.of(name).observe(sample.descriptors)
+
+    def began(self) -> None:
+        """See WriteObserver; rank 0's transport is observed right here."""
+        self._in_flight += 1
+
+    def arrived(self, sample: WriteSample) -> None:
+        """See WriteObserver."""
+        self.observe(0, sample)
+
+    def released(self) -> None:
+        """See WriteObserver."""
+        self._in_flight -= 1
+
+
+class WriteLog:
+    """Keeps the samples of another rank until rank 0, which exports them, is answered."""
+
+    def __init__(self) -> None:
+        self._samples: deque[WriteSample] = deque()
+
+    def began(self) -> None:
+        """See WriteObserver."""
+
+    def arrived(self, sample: WriteSample) -> None:
+        """See WriteObserver."""
+        self._samples.append(sample)
+
+    def released(self) -> None:
+        """See WriteObserver."""
+
+    def take(self) -> tuple[WriteSample, ...]:
+        """Those that were not taken yet; may be called on any thread."""
+        taken = []
+        with suppress(IndexError):
+            while True:
+                taken.append(self._samples.popleft())
+        return tuple(taken)
 
 
 @dataclass(slots=True)
 class _Posted:
     at: float
+    post_seconds: float
     bytes: int
     descriptors: int
     seen_done: bool = False
@@ -48,9 +111,9 @@ class _Posted:
 class MeasuredTransport:
     """See Transport: everything is handed on."""
 
-    def __init__(self, inner: Transport, metrics: TransferMetrics) -> None:
+    def __init__(self, inner: Transport, observer: WriteObserver) -> None:
         self._inner = inner
-        self._metrics = metrics
+        self._observer = observer
         self._posted: dict[WriteId, _Posted] = {}
 
     @property
@@ -78,10 +141,10 @@ class MeasuredTransport:
         """See Transport."""
         start = time.monotonic()
         write = self._inner.post_write(peer, copies, notification)
-        self._metrics.post_seconds.observe(time.monotonic() - start)
+        post_s = time.monotonic() - start
         size, runs = sum(part.total_bytes for part in copies), sum(len(part.runs) for part in copies)
-        self._posted[write] = _Posted(start, size, runs)
-        self._metrics.in_flight += 1
+        self._posted[write] = _Posted(start, post_s, size, runs)
+        self._observer.began()
         return write
 
     def state(self, write: WriteId) -> WriteState:
@@ -90,9 +153,10 @@ class MeasuredTransport:
         posted = self._posted[write]
         if state is WriteState.DONE and not posted.seen_done:
             posted.seen_done = True
-            self._metrics.seconds.observe(time.monotonic() - posted.at)
-            self._metrics.bytes.observe(posted.bytes)
-            self._metrics.descriptors.observe(posted.descriptors)
+            seconds = time.monotonic() - posted.at
+            self._observer.arrived(
+                WriteSample(seconds, posted.post_seconds, posted.bytes, posted.descriptors)
+            )
         return state
 
     def release(self, write: WriteId) -> bool:
@@ -100,7 +164,7 @@ class MeasuredTransport:
         released = self._inner.release(write)
         if released:
             del self._posted[write]
-            self._metrics.in_flight -= 1
+            self._observer.released()
         return released
 
     def notify(self, peer: str, payload: bytes) -> None:
@@ -116,6 +180,6 @@ class MeasuredTransport:
         self._inner.close()
 
 
-def measured(factory: TransportFactory, metrics: TransferMetrics) -> TransportFactory:
+def measured(factory: TransportFactory, observer: WriteObserver) -> TransportFactory:
     """Make transports whose writes are observed."""
-    return lambda agent_name: MeasuredTransport(factory(agent_name), metrics)
+    return lambda agent_name: MeasuredTransport(factory(agent_name), observer)

@@ -34,6 +34,7 @@ from antiphon.protocol.rank_messages import (
     ShipOrder,
     ShipPages,
     WriteProbe,
+    WriteSample,
 )
 
 _log = logging.getLogger(__name__)
@@ -175,6 +176,7 @@ class RankLinks:
         publish: hands the other ranks a message before anything else that they hear.
         on_landed: called with (writer's agent, WriteDone) when a staged write lies in another rank's pages.
         on_lost: called once, when a rank that was there is gone.
+        on_write: called with (rank, sample) of every write of another rank that arrived.
     """
 
     def __init__(
@@ -188,6 +190,7 @@ class RankLinks:
         publish: Callable[[RankMeeting], None],
         on_landed: Callable[[str, bytes], None],
         on_lost: Callable[[BaseException], None],
+        on_write: Callable[[int, WriteSample], None],
     ) -> None:
         """Raises ConfigError when the token is too short."""
         self._size = size
@@ -195,6 +198,7 @@ class RankLinks:
         self._publish = publish
         self._on_landed = on_landed
         self._on_lost = on_lost
+        self._on_write = on_write
         self._closing = False
         self._node = LinkNode(me, cluster_token, self, settings)
         self._ranks: dict[int, RemoteRank] = {}
@@ -243,7 +247,10 @@ class RankLinks:
             if sorted(self._ranks) == list(range(1, self._size)):
                 self._everyone.set_result(tuple(rank for _, rank in sorted(self._ranks.items())))
         elif isinstance(message, RankAnswer) and peer in self._by_peer:
-            self._by_peer[peer].answered(message)
+            rank = self._by_peer[peer]
+            for sample in message.writes:
+                self._on_write(rank.memory.rank, sample)
+            rank.answered(message)
         elif isinstance(message, RankLanded):
             self._on_landed(message.sender, message.notification)
         else:

@@ -32,6 +32,7 @@ from antiphon.protocol.rank_messages import (
     SeverWriter,
     ShipPages,
     WriteProbe,
+    WriteSample,
 )
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class RankServer:
     Args:
         meeting: where rank 0 listens.
         on_failure: called with what makes this rank useless: its transfers died, or rank 0 is gone.
+        taken_writes: writes that ended since it was last called; rank 0 exports them.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class RankServer:
         settings: LinkSettings,
         make_endpoint: MakeEndpoint,
         on_failure: Callable[[BaseException], None],
+        taken_writes: Callable[[], tuple[WriteSample, ...]],
     ) -> None:
         """Raises ConfigError when the token is too short."""
         self._on_failure = on_failure
+        self._taken_writes = taken_writes
         self._thread = LinkThread(f"links-{meeting.worker_id}/{rank}", self._fail)
         me = follower_peer(role, meeting.worker_id, rank, meeting.epoch)
         self._node = LinkNode(me, cluster_token, self, settings)
@@ -153,15 +157,17 @@ class RankServer:
         def done(ended: Future[Shipped] | Future[int] | Future[None]) -> None:
             error = ended.exception()
             if isinstance(error, TransferError):
-                self._node.send(peer, RankAnswer(call, error.stage, error.reason))
+                self._node.send(
+                    peer, RankAnswer(call, error.stage, error.reason, writes=self._taken_writes())
+                )
             elif error is not None:
                 self._fail(error)
             else:
-                result = ended.result()
+                result, writes = ended.result(), self._taken_writes()
                 if isinstance(result, Shipped):
-                    answer = RankAnswer(call, "", "", result.notification, result.size_bytes)
+                    answer = RankAnswer(call, "", "", result.notification, result.size_bytes, writes)
                 else:
-                    answer = RankAnswer(call, size_bytes=result or 0)
+                    answer = RankAnswer(call, size_bytes=result or 0, writes=writes)
                 self._node.send(peer, answer)
 
         future.add_done_callback(done)

@@ -17,7 +17,7 @@ from antiphon.protocol.codec import encode
 from antiphon.protocol.identity import KvFingerprint
 from antiphon.protocol.link import LinkSettings, Peer
 from antiphon.protocol.link_thread import LinkThread
-from antiphon.protocol.rank_messages import StepMark
+from antiphon.protocol.rank_messages import StepMark, WriteSample
 
 
 class Followers(Protocol):
@@ -50,6 +50,7 @@ class WorkerKv:
         join_timeout_s: how long the other ranks may take to register their pages.
         on_notification: called on the transfer thread with (sender's agent name, payload).
         on_failure: called when a rank's end is of no use any more.
+        on_write: called on the link thread with (rank, sample) of every write of another rank that arrived.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class WorkerKv:
         join_timeout_s: float,
         on_notification: Callable[[str, bytes], None],
         on_failure: Callable[[BaseException], None],
+        on_write: Callable[[int, WriteSample], None],
         staging: StagingMemory | None,
         transport_factory: TransportFactory | None,
     ) -> None:
@@ -103,6 +105,7 @@ class WorkerKv:
                 publish=lambda meeting: followers.publish(encode(meeting)),
                 on_landed=on_notification,
                 on_lost=on_failure,
+                on_write=on_write,
             )
         self._ranks: tuple[RankKv, ...] = ()
 

@@ -98,6 +98,7 @@ class PrefillWorker:
             join_timeout_s=config.ray.placement_timeout_s,
             on_notification=lambda sender, payload: None,  # nobody writes into a prefill worker
             on_failure=self._fail,
+            on_write=self.metrics.transfers.observe,
             staging=make_staging(
                 self._engine.kv_cache, config.staging_slots("prefill"), transfer.staging_slot_mib
             ),

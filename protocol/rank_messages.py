@@ -141,6 +141,18 @@ class ExpectWrites(Message, frozen=True):
     change: int
 
 
+class WriteSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one write that arrived took."""
+
+    seconds: float
+    """From posting it to seeing it done."""
+    post_seconds: float
+    """Posting it."""
+    size_bytes: int
+    descriptors: int
+    """Runs of bytes in it."""
+
+
 class RankAnswer(Message, frozen=True):
     """What became of a call."""
 
@@ -152,6 +164,8 @@ class RankAnswer(Message, frozen=True):
     """ShipPages: the WriteDone that the peer was sent."""
     size_bytes: int = 0
     """ShipPages: what was written. CheckProbe: what came over TCP."""
+    writes: tuple[WriteSample, ...] = ()
+    """Writes of this rank that ended since its last answer, for rank 0's metrics."""
 
 
 RankCall = (

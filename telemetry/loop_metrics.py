@@ -1,4 +1,4 @@
-"""A counter and a histogram for what happens per token: updated on one thread only, so without locks.
+"""Counters and histograms for what happens per token or write: updated on one thread only, so without locks.
 
 The library's take locks and check for labels; together they cost 0.8 us a token, these 0.15.
 """
@@ -33,24 +33,61 @@ class LoopCounter:
         yield CounterMetricFamily(self._name, self._text, value=self.value)
 
 
-class LoopHistogram:
-    """A histogram of the event loop's thread; ``buckets`` are upper bounds, rising and finite."""
+class Tally:
+    """Values counted by bucket; ``buckets`` are upper bounds, rising and finite. Updated on one thread."""
 
-    def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
-        self._name = name
-        self._text = text
+    def __init__(self, buckets: Sequence[float]) -> None:
         self._bounds = [*buckets, math.inf]
         self._counts = [0] * len(self._bounds)
-        self._sum = 0.0
-        registry.register(self)
+        self.sum = 0.0
 
     def observe(self, value: float) -> None:
         """Count a value; one that equals a bound is below it."""
         self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, values up to it), as the library wants them."""
+        return list(zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True))
+
+
+class LoopHistogram(Tally):
+    """A histogram of the event loop's thread."""
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        super().__init__(buckets)
+        self._name = name
+        self._text = text
+        registry.register(self)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """For the registry."""
-        bounds = map(floatToGoString, self._bounds)
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+        yield HistogramMetricFamily(self._name, self._text, buckets=self.buckets(), sum_value=self.sum)
+
+
+class LoopHistograms:
+    """A histogram for each value of one label; each of them is updated on a thread of its own."""
+
+    def __init__(
+        self, name: str, text: str, buckets: Sequence[float], label: str, registry: CollectorRegistry
+    ) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = tuple(buckets)
+        self._label = label
+        self._tallies: dict[str, Tally] = {}
+        registry.register(self)
+
+    def of(self, value: str) -> Tally:
+        """The histogram of a value of the label."""
+        tally = self._tallies.get(value)
+        if tally is None:
+            tally = self._tallies.setdefault(value, Tally(self._bounds))
+        return tally
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """For the registry."""
+        family = HistogramMetricFamily(self._name, self._text, labels=(self._label,))
+        for value, tally in sorted(self._tallies.copy().items()):
+            family.add_metric((value,), buckets=tally.buckets(), sum_value=tally.sum)
+        yield family

@@ -14,7 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from antiphon.protocol.errors import ConfigError
-from antiphon.telemetry.loop_metrics import LoopHistogram
+from antiphon.telemetry.loop_metrics import LoopHistogram, LoopHistograms
 from antiphon.telemetry.metrics_server import MetricsServer
 from antiphon.telemetry.registry import ProcessRegistry
 
@@ -60,6 +60,25 @@ def test_samples_have_the_labels_of_the_process_and_vllms_names(serve: Serve) ->
     own, theirs = ([(s.labels, s.value) for s in samples] for samples in twins)
     assert own == theirs
     assert "_created" not in text
+
+
+def test_histograms_of_one_label_are_counted_apart() -> None:
+    made = ProcessRegistry({"model_name": "m"}, vllm_names={"writes": ("nixl_writes",)})
+    histograms = LoopHistograms("antiphon_writes", "Writes.", (1, 2), "rank", made)
+    for rank, value in (("0", 1), ("0", 5), ("1", 2)):
+        histograms.of(rank).observe(value)
+    families = {f.name: f for f in text_string_to_metric_families(made.exposition()[0].decode())}
+    for name in ("antiphon_writes", "vllm:nixl_writes"):
+        found = {(s.name.removeprefix(name), s.labels["rank"], s.labels.get("le")): s.value
+                 for s in families[name].samples}  # fmt: skip
+        assert {key: value for key, value in found.items() if key[1] == "0"} == {
+            ("_bucket", "0", "1.0"): 1, ("_bucket", "0", "2.0"): 1, ("_bucket", "0", "+Inf"): 2,
+            ("_sum", "0", None): 6, ("_count", "0", None): 2,
+        }  # fmt: skip
+        assert {key: value for key, value in found.items() if key[1] == "1"} == {
+            ("_bucket", "1", "1.0"): 0, ("_bucket", "1", "2.0"): 1, ("_bucket", "1", "+Inf"): 1,
+            ("_sum", "1", None): 2, ("_count", "1", None): 1,
+        }  # fmt: skip
 
 
 def test_openmetrics_has_exemplars_and_keeps_every_name(serve: Serve) -> None:

@@ -216,7 +216,33 @@ def test_any_prefill_layout_feeds_any_decode_layout(
     assert answers(router) == expected
     pair.idle()
     counters = pair.prefill.worker.status().counters
-    assert counters["writes_done"] == prefill * 2 * sum(-(-(length - 1) // 32) for length in PROMPTS)
+    writes = 2 * sum(-(-(length - 1) // 32) for length in PROMPTS)
+    assert counters["writes_done"] == prefill * writes
+    # Rank 0 exports what every rank wrote; probes and pieces for several ranks come on top.
+    found = exported_transfers(pair)
+    assert sorted(found) == [str(rank) for rank in range(prefill)]
+    assert all(count >= writes for count, _ in found.values())
+    assert sum(size for _, size in found.values()) >= counters["bytes_sent"] > 0
+
+
+def exported_transfers(pair: Pair) -> dict[str, tuple[float, float]]:
+    """Rank -> (writes, bytes) in the prefill worker's metrics; each of their histograms has as many."""
+    samples = {
+        (sample.name.removeprefix("antiphon_kv_transfer_"), sample.labels["rank"]): sample.value
+        for family in pair.prefill.worker.metrics.registry.collect()
+        if family.name.startswith("antiphon_kv_transfer_") and family.type == "histogram"
+        for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    }
+    ranks = {rank for _, rank in samples}
+    for rank in ranks:
+        counts = {
+            samples[f"{name}_count", rank] for name in ("seconds", "post_seconds", "bytes", "descriptors")
+        }
+        assert len(counts) == 1
+        assert samples["seconds_sum", rank] >= samples["post_seconds_sum", rank] > 0
+        assert samples["descriptors_sum", rank] >= samples["descriptors_count", rank]
+    return {rank: (samples["bytes_count", rank], samples["bytes_sum", rank]) for rank in ranks}
 
 
 def of_rank(rank: int) -> Callable[[bytes], bool]:

@@ -18,11 +18,14 @@ from antiphon.configs.schema import DeploymentConfig
 from antiphon.decode_worker.metrics import DecodeMetrics
 from antiphon.engine.pages import PageState
 from antiphon.engine.snapshot import EngineSnapshot
+from antiphon.kv_transfer.measured_transport import TransferMetrics
 from antiphon.prefill_worker.metrics import PrefillMetrics
 from antiphon.protocol.identity import Role, Topology
 from antiphon.protocol.messages import FinishReason
+from antiphon.protocol.rank_messages import WriteSample
 from antiphon.protocol.status import WorkerStatus
 from antiphon.router.metrics import STAGES, RouterMetrics
+from antiphon.telemetry import buckets
 from antiphon.telemetry.loop_metrics import LoopHistogram
 from antiphon.telemetry.registry import ProcessRegistry
 from antiphon.telemetry.worker_status import FAILURES
@@ -97,8 +100,17 @@ class MovingProcesses:
                         histogram.observe(self._chance.choice(histogram._bounds[:-1]))
             transfers = getattr(self._workers[process], "transfers", None)
             if transfers is not None:
-                transfers.in_flight = self._chance.randint(0, 9)
+                self._write(transfers)
         return self._registries[process].exposition()[0].decode()
+
+    def _write(self, transfers: TransferMetrics) -> None:
+        """Writes of two ranks, some of which stay under way."""
+        for rank in range(2):
+            seconds = [self._chance.choice(buckets.TRANSFER_S) for _ in range(2)]
+            size = int(self._chance.choice(buckets.TRANSFER_BYTES))
+            runs = int(self._chance.choice(buckets.DESCRIPTORS))
+            transfers.observe(rank, WriteSample(*seconds, size, runs))
+        self._chance.choice((transfers.began, transfers.released))()
 
     @property
     def processes(self) -> tuple[str, ...]:
