@@ -164,14 +164,18 @@ def made_up(rng: Random, words: WordSource) -> str:
 
 
 def function_name(rng: Random, verb: str, noun: str, words: WordSource) -> str:
-    """A name as programmers write them."""
+    """A name as programmers write them.
+
+    A verb that is a noun, too, stands first: ``post_order`` belongs to the split of its noun ``order`` alone.
+    """
     style = rng.random()
     if style < 0.6:
         return f"{verb}_{noun}"
     if style < 0.75:
         return f"{verb}{noun.capitalize()}"
     if style < 0.9:
-        return f"{noun}_{verb}" if rng.random() < 0.5 else f"{verb}_{noun}_{words.word(rng)}"
+        turned = rng.random() < 0.5 and verb not in NOUNS
+        return f"{noun}_{verb}" if turned else f"{verb}_{noun}_{words.word(rng)}"
     return noun
 
 

@@ -10,10 +10,20 @@ import pytest
 
 from antiphon.demo import harmony
 from antiphon.demo.dataset import IGNORED, held_out_examples, make_shard, shard_stream
-from antiphon.demo.dialogue import AssistantTurn, Effort, Example, Split, ToolTurn, Turn, UserTurn
+from antiphon.demo.dialogue import (
+    AssistantTurn,
+    Effort,
+    Example,
+    Split,
+    ToolTurn,
+    Turn,
+    UserTurn,
+    split_of,
+)
 from antiphon.demo.evaluate import judge
 from antiphon.demo.mixture import SKILLS, make_example
 from antiphon.demo.questions import Question, prompt_parts, question_of
+from antiphon.demo.skills.functions import ACTION_VERBS, NOUNS, QUERY_VERBS, function_name
 from antiphon.demo.vocabulary import FULL_VOCABULARY, load_vocabulary
 
 pytestmark = pytest.mark.usefixtures("harmony_vocabulary")
@@ -40,6 +50,20 @@ def test_held_out_functions_are_named_with_words_no_trained_function_has() -> No
     train, held_out = names(Split.TRAIN), names(Split.HELD_OUT)
     assert len(held_out) > 200
     assert not train & held_out
+
+
+def test_a_name_of_two_nouns_belongs_to_one_split() -> None:
+    words = load_vocabulary().words
+    both = sorted({*QUERY_VERBS, *ACTION_VERBS} & {*NOUNS})
+    assert {"order", "post"} <= {*both}
+    split = {noun: split_of(f"function {noun}") for noun in both}
+    names: dict[Split, set[str]] = {each: set() for each in Split}
+    for verb in both:
+        for noun in both:
+            for seed in range(60):
+                names[split[noun]].add(function_name(Random(seed), verb, noun, words))
+    assert all(names.values())
+    assert not names[Split.TRAIN] & names[Split.HELD_OUT]
 
 
 @pytest.mark.parametrize("skill", SKILLS)
