@@ -98,7 +98,7 @@ def load_rank(role: Role, config: DeploymentConfig, rank: int, store: Store) -> 
         if config.model.dtype != "bfloat16":
             raise ConfigError(f"model.dtype {config.model.dtype}: a GPU computes in bfloat16")
         if config.kernels.require_built:
-            require_built_kernels(path, mine, device)
+            require_built_kernels(role, path, mine, device)
         fast = load_cuda_rank(
             *(path, layout, group.communicator, store, device),
             with_unembedding=samples,
@@ -125,7 +125,9 @@ def weight_cache(config: DeploymentConfig) -> WeightCache | None:
     return WeightCache(Path(settings.directory).expanduser(), int(settings.limit_gib * 2**30))
 
 
-def require_built_kernels(checkpoint: Path, mine: WorkerConfig, device: torch.device | str) -> None:
+def require_built_kernels(
+    role: Role, checkpoint: Path, mine: WorkerConfig, device: torch.device | str
+) -> None:
     """Load every kernel of this worker's ranks, or refuse to start.
 
     Raises:
@@ -135,7 +137,8 @@ def require_built_kernels(checkpoint: Path, mine: WorkerConfig, device: torch.de
     from antiphon.model.ahead import WorkerShape, require_built  # loads Triton
 
     layout = ParallelLayout(mine.tensor_parallel, mine.expert_parallel)
-    shape = WorkerShape(layout, mine.kv_cache.page_size_tokens, mine.max_batch_size)
+    samples = role is Role.DECODE
+    shape = WorkerShape(layout, mine.kv_cache.page_size_tokens, mine.max_batch_size, samples)
     require_built(open_checkpoint(checkpoint).config, shape, device)
 
 

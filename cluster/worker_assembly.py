@@ -119,7 +119,7 @@ def _load(role: Role, config: DeploymentConfig, mine: WorkerConfig) -> LanguageM
     from antiphon.model.cuda_roads import ChunkChoices
 
     if config.kernels.require_built:
-        require_built_kernels(path, mine, "cuda")
+        require_built_kernels(role, path, mine, "cuda")
     model = load_cuda_model(
         path,
         with_unembedding=samples,

@@ -18,6 +18,7 @@ from antiphon.kernels.ahead import load_only, missing_kernels, triton_folder
 from antiphon.kernels.attention import prefill_hopper
 from antiphon.kernels.attention.decode import DecodeAttention
 from antiphon.kernels.attention.prefill import prefill_attention
+from antiphon.kernels.collectives import peer_reduce
 from antiphon.kernels.cuda_library import CudaLibrary, KernelLibraryError
 from antiphon.kernels.dense import skinny
 from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
@@ -44,11 +45,13 @@ class WorkerShape:
         layout: any rank's; all ranks of a worker launch the same kernels.
         page_size: positions of a page.
         max_batch_size: sequences decoded together, at most.
+        samples: False of prefill workers, whose sums over ranks take no peer memory.
     """
 
     layout: ParallelLayout
     page_size: int
     max_batch_size: int
+    samples: bool = True
 
 
 class Launches:
@@ -172,11 +175,13 @@ def launch_all(config: GptOssConfig, shape: WorkerShape, device: torch.device | 
     Launches(config, shape, device).all()
 
 
-def libraries(layout: ParallelLayout) -> tuple[CudaLibrary, ...]:
-    """The CUDA libraries that a rank on an H200 loads, sums over peer memory apart."""
-    if layout.tensor_parallel == 1:
+def libraries(shape: WorkerShape) -> tuple[CudaLibrary, ...]:
+    """The CUDA libraries that each rank of a worker loads on an H200."""
+    if shape.layout.tensor_parallel == 1:
         return skinny.LIBRARY, moe_build.LIBRARY, prefill_hopper.LIBRARY
-    return (prefill_hopper.LIBRARY, *((moe_build.LIBRARY,) if layout.expert_parallel else ()))
+    experts = (moe_build.LIBRARY,) if shape.layout.expert_parallel else ()
+    sums = (peer_reduce.LIBRARY,) if shape.samples else ()
+    return (prefill_hopper.LIBRARY, *experts, *sums)
 
 
 def require_built(config: GptOssConfig, shape: WorkerShape, device: torch.device | str) -> None:
@@ -192,7 +197,7 @@ def require_built(config: GptOssConfig, shape: WorkerShape, device: torch.device
         raise KernelLibraryError(
             f"kernels.require_built: only the Hopper kernels are built ahead, and {obstacle}"
         )
-    absent = [library.file_name for library in libraries(shape.layout) if library.find() is None]
+    absent = [library.file_name for library in libraries(shape) if library.find() is None]
     if absent:
         raise KernelLibraryError(_message("CUDA libraries", absent, shape))
     load_only()

@@ -133,20 +133,21 @@ def test_a_worker_that_lacks_kernels_of_its_layout_names_them(tmp_path: Path) ->
     assert "ADD=False" not in triton, "what was built is not missing"
     assert re.search(r"_rope_and_write\[Q=32, G=4, PAGE=64, DIM=64, HEAD_BLOCK=64\]", triton)
     assert re.search(r" and \d+ more; run `antiphon kernels build --layouts \"TP2\" --page-size 64 ", triton)
-    assert re.match(r"CUDA libraries that were not built: prefill_attention-[0-9a-f]{16}\.so; run ", cuda)
+    assert re.match(r"CUDA libraries that were not built: prefill_attention-[0-9a-f]{16}\.so, peer", cuda)
 
 
 def test_which_libraries_a_layout_needs() -> None:
     code = (
-        "from antiphon.model.ahead import libraries\n"
+        "from antiphon.model.ahead import WorkerShape, libraries\n"
         "from antiphon.model.parallel.layout import ParallelLayout\n"
         "for layout in (ParallelLayout(1), ParallelLayout(4), ParallelLayout(4, expert_parallel=True)):\n"
-        "    print(*(library.name for library in libraries(layout)))\n"
+        "    for samples in (True, False):\n"
+        "        print(*(library.name for library in libraries(WorkerShape(layout, 64, 1, samples))))\n"
     )
     assert run(Path("/nowhere"), code) == [
-        "skinny moe prefill_attention",
-        "prefill_attention",
-        "prefill_attention moe",
+        *["skinny moe prefill_attention"] * 2,
+        *("prefill_attention peer_reduce", "prefill_attention"),
+        *("prefill_attention moe peer_reduce", "prefill_attention moe"),
     ]
 
 
