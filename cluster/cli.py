@@ -213,7 +213,7 @@ def kernels_build(
         str, typer.Option(help="Layouts of workers that Triton kernels are compiled for.")
     ] = "TP1,TP2,EP2 TP2,TP4,EP4 TP4,TP8,EP8 TP8",
     page_size: Annotated[int, typer.Option(min=16, help="Positions of a KV page.")] = 64,
-    max_batch_size: Annotated[int, typer.Option(min=1, help="Sequences decoded together, at most.")] = 128,
+    max_batch_size: Annotated[int, typer.Option(min=1, help="Sequences decoded together, at most.")] = 256,
 ) -> None:
     """Compile every kernel for sm_90a ahead of time; needs nvcc and a C compiler, but no GPU."""
     from antiphon.cluster.cli_kernels import build_kernels
