@@ -11,6 +11,7 @@ import time
 from collections import Counter
 
 from chaos_network import enter
+from chaos_pages import GivenUpPages
 from chaos_plan import WRITE_DUE
 from chaos_strikes import Strikes, decode_tables, prefill_tables, router_tables
 
@@ -104,9 +105,20 @@ class ChaosPrefill(_InNamespace, PrefillActor):
 class ChaosDecode(_InNamespace, DecodeActor):
     """A decode worker."""
 
+    pages = GivenUpPages()
+
     def _start(self, topology: Topology) -> WorkerAddress:
         self.strikes.watch_all(decode_tables())
+        self.pages.watch()
         return super()._start(topology)
+
+    async def forget_given_up(self, writer: str) -> None:
+        """See GivenUpPages."""
+        self.pages.forget(writer)
+
+    async def reused(self, writer: str) -> bool:
+        """Whether a request runs on pages that this prefill worker may still write: never, with the fence."""
+        return self.pages.reused(self._started()._engine, writer)
 
     async def states(self) -> dict[str, int]:
         if self._worker is None:

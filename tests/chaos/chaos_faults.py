@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import psutil
+from chaos_cuts import Cuts, gone
 from chaos_network import Network
 from chaos_plan import (
     BY_A_STOPPED_WRITER,
@@ -43,10 +44,10 @@ MOST_EXTRA = 16
 """Faults of each role after the plan, for states that were not hit."""
 ALONE = 0.005
 """Chance, five times a second, that a fault takes the last free process of a role."""
+LONGEST_STALE_LEASES, REUSE_POLL_S = 0.8, 0.1
+"""How long a writer with a write due is stopped while nobody uses its pages, and how often one looks."""
 HANG_UP_S, HANG_UP_SHARE = 0.7, 0.3
 """How often, while a fault waits for a client to leave, how many of them do."""
-CONTROL_CUT_PATIENCE_S = 20.0
-"""Beyond its lease, until a worker that the supervisor cannot reach must be gone."""
 
 
 class Faults:
@@ -66,7 +67,6 @@ class Faults:
         """``hang_up`` lets a share of the clients leave at once."""
         self._supervisor = supervisor
         self._actors = actors
-        self._network = network
         self._rng = rng
         self._hang_up = hang_up
         self._lease_s = lease_s
@@ -75,6 +75,7 @@ class Faults:
         self._background: set[asyncio.Task[None]] = set()
         self.record = Record()
         self._aims = Aims(self.record, rng)
+        self._cuts = Cuts(supervisor, actors, network, rng, self.record, self._busy, lease_s, began)
 
     async def run(self, scale: float, progress: Callable[[], float]) -> None:
         """Every fault of the plan, spread over the run, several under way at a time.
@@ -108,9 +109,9 @@ class Faults:
 
     async def _strike(self, kind: str) -> None:
         if kind in (CUT, LONG_CUT):
-            await self._cut(kind)
+            await self._cuts.of_link(kind)
         elif kind == CONTROL_CUT:
-            await self._cut_control()
+            await self._cuts.of_control(self._worker)
         elif kind == STALE_WRITER:
             await self._until(lambda: self._stop_writer(hang_up=True))
         else:
@@ -147,6 +148,10 @@ class Faults:
                 role, state = self._aims.next_of(open_to)
                 return free[role], state
             await asyncio.sleep(RETRY_S)
+
+    async def _worker(self) -> Member:
+        members, _ = await self._choose((Role.PREFILL, Role.DECODE))
+        return self._rng.choice(members)
 
     # ----------------------------------------------------------------------------------------------- signals
 
@@ -195,7 +200,9 @@ class Faults:
         try:
             if kind == LONG_STOP:
                 await asyncio.sleep(self._lease_s + 1.0)
-            elif kind in (SHORT_STOP, STALE_WRITER):
+            elif kind == STALE_WRITER:
+                await self._until_reused(name)
+            elif kind == SHORT_STOP:
                 await asyncio.sleep(self._rng.uniform(0.6, 0.8) * self._lease_s)
         finally:
             if kind != KILL:
@@ -203,7 +210,7 @@ class Faults:
         await asyncio.sleep(0.1)
         if state is not None:
             self.record.hits[f"{role}: {state}", kind] += 1
-        self.record.struck.append(Struck(kind, name, state, began, self._now(), _gone(process)))
+        self.record.struck.append(Struck(kind, name, state, began, self._now(), gone(process)))
 
     async def _stop_writer(self, *, hang_up: bool) -> bool:
         """Stop a prefill worker that is about to write, for less than its lease; whether one was."""
@@ -213,8 +220,10 @@ class Faults:
         try:
             trap = await self._set_trap(names, WRITE_DUE, signal.SIGSTOP)
             victim = await self._sprung(trap, LONG_AIM_S)
-            if hang_up and victim is not None:
-                self._hang_up(0.5)
+            if victim is not None:
+                await self._of_decode("forget_given_up", victim)
+            if hang_up:
+                self._hang_up(1.0)
             await self._release(trap, victim, Role.PREFILL, WRITE_DUE)
             if victim is None:
                 return False
@@ -224,6 +233,21 @@ class Faults:
             return True
         finally:
             self._busy.difference_update(names)
+
+    async def _until_reused(self, writer: str) -> None:
+        """Until a request runs on pages that this writer may still write, or its lease is nearly over."""
+        deadline = time.monotonic() + LONGEST_STALE_LEASES * self._lease_s
+        while time.monotonic() < deadline:
+            if any(await self._of_decode("reused", writer)):
+                return
+            await asyncio.sleep(REUSE_POLL_S)
+
+    async def _of_decode(self, question: str, writer: str) -> list[Any]:
+        """What the decode workers that can answer say."""
+        names = [member.spec.worker_id for member in self._supervisor.members]
+        asked = [getattr(self._actors[n], question)(writer) for n in names if n.startswith(Role.DECODE)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def _set_trap(self, names: Iterable[str], state: str, number: int) -> dict[str, psutil.Process]:
         """Let a signal strike each of these processes when a request enters a state; those where it will."""
@@ -242,7 +266,7 @@ class Faults:
         deadline = time.monotonic() + aim_s
         while time.monotonic() < deadline:
             for name, process in trap.items():
-                if _stopped(process) or _gone(process):
+                if _stopped(process) or gone(process):
                     return name
             await asyncio.sleep(0.02)
         return None
@@ -258,7 +282,7 @@ class Faults:
             try:
                 await self._actors[name].disarm()
             except Exception:  # it is dead or stopped: it was struck as well
-                died = _gone(process)
+                died = gone(process)
                 _send(process.pid, signal.SIGCONT)
                 kind = KILL if died else SHORT_STOP
                 if state != WRITE_DUE:
@@ -280,57 +304,6 @@ class Faults:
     async def _stop_a_writer(self) -> None:
         await self._stop_writer(hang_up=False)
 
-    # -------------------------------------------------------------------------------------------------- cuts
-
-    async def _cut(self, kind: str) -> None:
-        """A link between two processes loses everything for a while."""
-        names = {
-            role: [m.spec.worker_id for m in self._supervisor.members if m.spec.role is role] for role in Role
-        }
-        one = self._rng.choice(names[self._rng.choice((Role.ROUTER, Role.PREFILL, Role.PREFILL))])
-        others = (
-            names[Role.DECODE] if one in names[Role.PREFILL] else names[Role.PREFILL] + names[Role.DECODE]
-        )
-        other = self._rng.choice(others)
-        factor = self._rng.uniform(1.3, 1.8) if kind == LONG_CUT else self._rng.uniform(0.1, 0.7)
-        began = self._now()
-        self._network.cut(one, other)
-        try:
-            await asyncio.sleep(factor * self._lease_s)
-        finally:
-            self._network.mend(one, other)
-        self.record.struck.append(Struck(kind, f"{one} - {other}", None, began, self._now(), False))
-
-    async def _cut_control(self) -> None:
-        """Cut a worker off from Ray until it is gone, which must be before the topology lacks it."""
-        while True:
-            members, _ = await self._choose((Role.PREFILL, Role.DECODE))
-            member = self._rng.choice(members)
-            name, life = member.spec.worker_id, member.address
-            try:
-                process = psutil.Process(await self._actors[name].pid())
-                break
-            except Exception:  # another fault was faster
-                await asyncio.sleep(RETRY_S)
-        self._busy.add(name)
-        began = self._now()
-        try:
-            with self._network.control_cut(process.pid) as refresh:
-                deadline = time.monotonic() + self._lease_s + CONTROL_CUT_PATIENCE_S
-                while not _gone(process) and time.monotonic() < deadline:
-                    left = life not in self._supervisor.topology.workers
-                    if left and not _gone(process):
-                        self.record.broken_promises.append(f"{name} left the topology while it lived")
-                        break
-                    refresh()
-                    await asyncio.sleep(0.05)
-            died = _gone(process)
-            if not died:
-                self.record.broken_promises.append(f"{name} lives though nobody can reach it")
-            self.record.struck.append(Struck(CONTROL_CUT, name, None, began, self._now(), died))
-        finally:
-            self._busy.discard(name)
-
     def _now(self) -> float:
         return time.monotonic() - self._began
 
@@ -347,10 +320,3 @@ def _stopped(process: psutil.Process) -> bool:
         return bool(process.status() == psutil.STATUS_STOPPED)
     except psutil.NoSuchProcess:
         return False
-
-
-def _gone(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
-    except psutil.NoSuchProcess:
-        return True
