@@ -101,12 +101,12 @@ class Report:
         ended = sum(tally.outcomes.values())
         if tally.outcomes["tied"] > MOST_TIED * ended:
             found.append(f"{tally.outcomes['tied']} answers differ where two tokens were equally likely")
-        if ended < self.options.requests:
+        if ended < self.options.requests and not self.options.unfenced:
             found.append(f"only {ended} requests ended")
         found += self.record.broken_promises
         found += [f"held at the end: {what} = {count}" for what, count in self.held.items()]
         found += self._creep() if self.options.soak else self._growth()
-        if self.options.scale >= 1:
+        if self.options.scale >= 1 and not self.options.unfenced:  # that one ends as soon as it has shown it
             found += [
                 f"{what}: {self.counts()[what]} < {least}"
                 for what, least in LEAST.items()

@@ -30,9 +30,13 @@ def namespaces_allowed() -> bool:
 
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("seed", [20260, FRESH_SEED], ids=["fixed seed", "fresh seed"])
-def test_nothing_hangs_leaks_or_is_answered_wrongly(seed: int, tmp_path: Path) -> None:
+def test_nothing_hangs_leaks_or_is_answered_wrongly(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if not namespaces_allowed():
         pytest.skip("network namespaces are not allowed here")
+    with capsys.disabled():  # also when it passes: what comes after may need the same run again
+        print(f"chaos with SEED={seed}", flush=True)
     command = [sys.executable, str(RUN), "--seed", str(seed), *LENGTH, "--output", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=270, check=False)
