@@ -36,7 +36,7 @@ def test_nothing_hangs_leaks_or_is_answered_wrongly(
     if not namespaces_allowed():
         pytest.skip("network namespaces are not allowed here")
     with capsys.disabled():  # also when it passes: what comes after may need the same run again
-        print(f"chaos with SEED={seed}", flush=True)
+        sys.stdout.write(f"chaos with SEED={seed}\n")
     command = [sys.executable, str(RUN), "--seed", str(seed), *LENGTH, "--output", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=270, check=False)
