@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import traceback
 import uuid
@@ -19,6 +20,7 @@ from antiphon.router.http_connection import abort_connection
 from antiphon.router.metrics import RouterMetrics
 from antiphon.router.openai.errors import (
     ApiError,
+    body_stalled,
     body_too_large,
     client_left,
     invalid,
@@ -36,6 +38,8 @@ log = structlog.get_logger("antiphon.router.http")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json", *PAGE_PATHS})
 """What probes, scrapers and browsers read without a key."""
+BODY_IDLE_TIMEOUT_S = 60.0
+"""How long a client may send nothing in the middle of a body before its connection is given up."""
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 """Paths that name a span; others may hold ids, and their route is an attribute."""
 _ERROR_TYPE = "antiphon.error_type"
@@ -176,7 +180,8 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: 413 beyond the limit; 400 for a content length that is no number, or an encoded body.
+        ApiError: 413 beyond the limit; 400 for a content length that is no number, or an encoded body; 408
+            when the client stops in its middle.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() not in ("", "identity"):
@@ -193,7 +198,15 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
             raise body_too_large(limit_bytes)
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
+    parts = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(BODY_IDLE_TIMEOUT_S):
+                chunk = await anext(parts)
+        except StopAsyncIteration:
+            break
+        except TimeoutError:
+            raise body_stalled(BODY_IDLE_TIMEOUT_S) from None
         size += len(chunk)
         if size > limit_bytes:
             raise body_too_large(limit_bytes)

@@ -32,6 +32,7 @@ _STATUSES = {
     401: "No accepted API key; only where keys are configured.",
     404: "Unknown model, response or item.",
     405: "Unknown method.",
+    408: "Nothing came of the body for too long.",
     413: "The body is too large.",
     429: "Too many requests at one time; see Retry-After.",
     500: "The request failed.",
@@ -40,8 +41,8 @@ _STATUSES = {
 }
 EVERYWHERE = (405, 500)
 """Statuses of every operation, errors of the service itself included."""
-GENERATING = (400, 401, 404, 413, 429, 503, 504)
-READING = (400, 401, 404, 413)
+GENERATING = (400, 401, 404, 408, 413, 429, 503, 504)
+READING = (400, 401, 404, 408, 413)
 STORED = (401, 404, 503)
 STREAM = {"text/event-stream": "Server-sent events, where `stream` is true."}
 TEXT = {"text/plain": "Lines of text."}

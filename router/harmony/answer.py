@@ -42,7 +42,6 @@ class AnswerWriter:
         self._latest = Sink.NOWHERE
         self._separator_due = False
         self._call_is_empty = False
-        self._blank = ""
         self._undecided: list[str] = []
 
     def open(self, sink: Sink) -> None:
@@ -79,29 +78,16 @@ class AnswerWriter:
         if self.sink is not self._latest:  # an enumeration's hash is a call, and this is every token's way
             self._started.add(self.sink)
             self._latest = self.sink
-        if self._call_is_empty:
-            if text.isspace():
-                self._blank += text  # arguments that are nothing but blanks are none
-                return
-            text, self._blank = self._blank + text, ""
-            self._call_is_empty = False
+        self._call_is_empty = False
         self._texts.append(text)
 
     def close(self, *, complete: bool) -> None:
         """The open message ends; a ``complete`` call without arguments gets an empty object."""
-        if self.sink is Sink.CALL and self._call_is_empty:
-            self._end_empty_call(complete=complete)
+        if self.sink is Sink.CALL and self._call_is_empty and complete:
+            self._repairs[Repair.CALL_WITHOUT_ARGUMENTS] += 1
+            self.write("{}")
         self._flush()
         self.sink = Sink.NOWHERE
-
-    def _end_empty_call(self, *, complete: bool) -> None:
-        blank, self._blank = self._blank, ""
-        self._call_is_empty = False
-        if complete:
-            self._repairs[Repair.CALL_WITHOUT_ARGUMENTS] += 1
-            self._texts.append("{}")
-        elif blank:
-            self._texts.append(blank)
 
     def hold(self, text: str) -> None:
         """A whole message without a header: reasoning if a final answer follows, else content."""

@@ -203,7 +203,7 @@ class _HeaderScanner:
     def _channel(self, text: str) -> int:
         start = len(text) - len(text.lstrip())
         word = _WORD.match(text, start)
-        if word is None or _RECIPIENT.match(text, start):
+        if word is None or any(known.match(text, start) for known in (_RECIPIENT, _NAMESPACED, _ADDRESSED)):
             self.reading.repairs.append(Repair.CHANNEL_MISSING)
             return start
         known = _CHANNEL_WORD.match(text, start)

@@ -107,6 +107,16 @@ def body_too_large(limit_bytes: int) -> ApiError:
     )
 
 
+def body_stalled(idle_s: float) -> ApiError:
+    """408; the connection is closed, since nobody knows what its next bytes would be."""
+    return ApiError(
+        408,
+        f"Nothing came of the request body for {idle_s:g} seconds.",
+        code="request_timeout",
+        headers={"connection": "close"},
+    )
+
+
 def context_length_exceeded(
     prompt_tokens: int, max_context_tokens: int, param: str, *, at_least: bool = False
 ) -> ApiError:

@@ -71,7 +71,7 @@ def test_calls(
     assert answer_ids[-1] == CALL
     answer = parse_tokens(answer_ids, steps, ToolPolicy(frozenset(names)))
     assert (answer.reasoning, answer.content) == (reasoning, text)
-    assert answer.calls == [[call.name, call.arguments if call.arguments.strip() else "{}"] for call in calls]
+    assert answer.calls == [[call.name, call.arguments or "{}"] for call in calls]
     assert set(answer.outcome.repairs) <= {"call_without_arguments"}
 
 

@@ -84,6 +84,20 @@ async def test_a_body_that_ends_early_leaves_nothing_behind(deploy, until):
     assert (await deployment.chat()).status_code == 200
 
 
+async def test_a_body_that_stalls_is_given_up(deploy, monkeypatch):
+    monkeypatch.setattr("antiphon.router.http_boundary.BODY_IDLE_TIMEOUT_S", 0.2)
+    deployment = await deploy()
+    url = httpx.URL(deployment.server.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(post(b"{}").replace(b"content-length: 2", b"content-length: 50"))
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "request_timeout"
+    assert (await deployment.chat()).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/v1/models/tiny"])
 async def test_head_is_get_without_a_body(deploy, path):
     deployment = await deploy()
