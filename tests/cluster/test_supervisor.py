@@ -41,6 +41,7 @@ class FakeProcess:
         self.topologies: list[Topology] = []
         self.lose_topologies = 0
         self.drain_s = 0.0
+        self.times_asked = 0
 
     def note(self, what: str) -> None:
         self.journal.append((what, self.spec.worker_id, self.epoch))
@@ -67,6 +68,7 @@ class FakeProcess:
 
     async def status(self) -> ProcessStatus:
         self.check_alive()
+        self.times_asked += 1
         if self.silent:
             await asyncio.Event().wait()
         return ProcessStatus(
@@ -295,6 +297,17 @@ async def test_stop_drains_routers_first_and_leaves_no_process() -> None:
     assert ended[0] == "router-0"
     assert set(ended) == {"router-0", "decode-0", "prefill-0"}
     assert all(life.death.done() for lives in launcher.lives.values() for life in lives)
+
+
+async def test_those_who_wait_while_others_drain_are_still_asked() -> None:
+    """A process that nobody asks ends itself."""
+    launcher = FakeLauncher()
+    async with supervised(launcher) as supervisor:
+        launcher.life("router-0").drain_s = 20 * HEARTBEAT_S
+        waiting = launcher.life("decode-0")
+        before = waiting.times_asked
+        assert await supervisor.stop(60.0)
+        assert waiting.times_asked >= before + 5
 
 
 async def test_stop_says_when_it_cut_something_off() -> None:
