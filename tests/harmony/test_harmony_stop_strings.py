@@ -26,7 +26,7 @@ def _answer(
 ) -> tuple[str, str, str]:
     """Content, reasoning and finish reason of an answer that comes one token at a time."""
     parser = HarmonyParser(vocabulary.pieces, ToolPolicy())
-    answer = ChatAnswer(parser, stops, vocabulary.pieces.__getitem__, forced)
+    answer = ChatAnswer(parser, stops, vocabulary.pieces.__getitem__, forced_call=forced)
     shown = [one for token in token_ids for one in answer.feed([token], None)]
     shown += answer.finish(kind)
     content = "".join(one.delta.text for one in shown if isinstance(one.delta, ContentDelta))
