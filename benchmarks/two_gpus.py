@@ -1,62 +1,224 @@
-"""Everything that two GPUs of one host are needed for, in one go of a few minutes.
+"""Everything that two GPUs of one host are needed for, in one go of less than ten minutes.
 
 Each part is a process of its own with a limit of its own, so that one that hangs or breaks leaves the others
-their time; what a part measured before that is kept. Ends with 1 if any part did.
+their time; parts write their results as they come, so what was measured before that is kept, and what they
+say is kept in ``log.txt``. Ends with 1 if any part did.
 
     python -m antiphon.benchmarks.two_gpus --out results
+
+``--device cpu`` runs the same road with small shapes on a machine without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from antiphon.benchmarks.parts import Part, build_kernels, module, run_all
+BENCHMARKS = "antiphon.benchmarks"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+LEAST_S = 5.0
+"""A part that has less left is not begun."""
+GRACE_S = 15.0
+"""For a part that ran out of time to stop what it started."""
 
 
-def parts(out: Path) -> tuple[Part, ...]:
-    """In the order of what is most needed."""
-    transfer = out / "transfer.json"
-    ranks = out / "rank_steps.json"
-    hand_off = ("--compute-ms", "8192:80,32768:400", "--out", str(transfer))
-    direct = ("--tokens", "8192", "--slots", "0", "--out", str(out / "transfer_direct.json"))
-    large = ("--tokens", "8192", "--slot-mib", "64", "--out", str(out / "transfer_slot_64.json"))
-    small = ("--tokens", "8192", "--slot-mib", "8", "--out", str(out / "transfer_slot_8.json"))
-    quick = ("--batches", "1,8,32,128", "--prefill", "1024,8192", "--out", str(ranks))
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One command: arguments of this Python, and how long it may take."""
+
+    name: str
+    arguments: tuple[str, ...]
+    limit_s: float
+
+
+def module(name: str, *arguments: str | Path) -> tuple[str, ...]:
+    """Arguments that run a benchmark."""
+    return ("-m", f"{BENCHMARKS}.{name}", *map(str, arguments))
+
+
+def gpu_parts(out: Path, model: str) -> tuple[Part, ...]:
+    """In the order of what is most needed.
+
+    Args:
+        model: a checkpoint folder of gpt-oss-20b's shape, made by the part that needs it.
+    """
+    records = ("--out", out / "records.json")
+    hand_off = ("--compute-ms", "8192:80,32768:400,131072:2400", "--out", out / "transfer.json")
+    quick = ("--batches", "1,8,32,128", "--prefill", "1024,8192", *records)
+    streams = ("--tokens", "1024,8192,32768", "--seconds", "8", "--repeats", "3", *records)
+    pair = ("--config", CONFIGS / "two-gpus-20b.yaml", *records)
+    synthesize = ("checkpoint", "synthesize", model, "--like", "gpt-oss-20b")
+
+    def slots(name: str, *arguments: str) -> tuple[str, ...]:
+        file = out / f"transfer_{name}.json"
+        return module("kv_handoff", "--tokens", "8192", "--repeats", "3", *arguments, "--out", file)
+
     return (
-        Part("sums", module("rank_steps", "--parts", "sums", "--out", str(ranks)), 60),
-        Part("hand-off", module("kv_handoff", *hand_off), 60),
-        Part("agreement 20b", module("rank_steps", "--parts", "agreement", "--out", str(ranks)), 90),
-        Part("engine", module("rank_steps", "--parts", "engine", "--out", str(ranks)), 90),
+        Part("sums", module("rank_steps", "--parts", "sums", *records), 60),
+        Part("hand-off", module("kv_handoff", *hand_off), 70),
+        Part(
+            "agreement", module("rank_steps", "--parts", "agreement", "--model", "gpt-oss-tiny", *records), 60
+        ),
         Part("steps 20b", module("rank_steps", "--parts", "steps", *quick), 75),
-        Part("hand-off, pages directly", module("kv_handoff", *direct), 30),
-        Part("hand-off, slots of 64 MiB", module("kv_handoff", *large), 25),
-        Part("hand-off, slots of 8 MiB", module("kv_handoff", *small), 25),
-        Part("workers", module("worker_pair", "--out", str(out / "worker_pair.json")), 130),
-        Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/model/test_parallel_nccl.py"), 60),
+        Part("workers", module("worker_pair", *streams), 110),
+        Part("served demo", module("served_pair", "--model", "gpt-oss-tiny", *pair), 90),
+        Part("engine", module("rank_steps", "--parts", "engine", *records), 60),
+        Part("agreement 20b", module("rank_steps", "--parts", "agreement", *records), 60),
+        Part("hand-off, slots of 8 MiB", slots("slot_8", "--slot-mib", "8"), 25),
+        Part("hand-off, slots of 64 MiB", slots("slot_64", "--slot-mib", "64"), 25),
+        Part("hand-off, pages directly", slots("direct", "--slots", "0"), 30),
+        Part("synthesize 20b", ("-m", "antiphon.cluster.cli", *synthesize), 60),
+        Part("served 20b", module("served_pair", "--model", model, "--split-only", *pair), 90),
         Part("steps 120b", module("rank_steps", "--parts", "steps", "--model", "gpt-oss-120b", *quick), 90),
+        Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/model/test_parallel_nccl.py"), 60),
     )
 
 
-def main() -> int:
+def cpu_parts(out: Path) -> tuple[Part, ...]:
+    """The same programs with gloo, shared memory and small shapes; figures of no interest."""
+    records, cpu = ("--out", out / "records.json"), ("--device", "cpu")
+    demo = ("--model", "gpt-oss-tiny")
+    small = ("--model", "tiny", *cpu, "--tokens", "256,512", "--repeats", "2")
+    pair = ("--config", CONFIGS / "local-cpu.yaml", *records)
+    streams = ("--streams", "2", "--context", "256", "--seconds", "2", *records)
+    return (
+        Part("sums", module("rank_steps", *cpu, "--parts", "sums", *records), 60),
+        Part("hand-off", module("kv_handoff", *small, "--out", out / "transfer.json"), 60),
+        Part("agreement", module("rank_steps", *cpu, "--parts", "agreement", *demo, *records), 200),
+        Part("workers", module("worker_pair", *small, *streams), 120),
+        Part("engine", module("rank_steps", *cpu, "--parts", "engine", *demo, *records), 120),
+        Part("served demo", module("served_pair", *demo, *pair), 300),
+    )
+
+
+def build_kernels(limit_s: float) -> bool:
+    """Compile every CUDA library once, all at a time; parts find them built."""
+    from antiphon.cluster.cli_kernels import LIBRARIES
+
+    code = (
+        "import sys; from antiphon.cluster.cli_kernels import LIBRARIES; LIBRARIES[int(sys.argv[1])].build()"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", code, str(index)]) for index in range(len(LIBRARIES))]
+    deadline = time.monotonic() + limit_s
+    for process in running:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    return all(process.returncode == 0 for process in running)
+
+
+class Log:
+    """What is said, here and in a file at once."""
+
+    def __init__(self, file: Path) -> None:
+        self._file: IO[str] = file.open("a", buffering=1)
+        self._lock = threading.Lock()
+
+    def say(self, line: str) -> None:
+        """One line."""
+        with self._lock:
+            print(line, flush=True)
+            self._file.write(line + "\n")
+
+    def copy(self, source: IO[str]) -> None:
+        """Every line of a process, until it and its children have closed their end."""
+        for line in source:
+            self.say(line.rstrip("\n"))
+
+
+def run(part: Part, deadline: float, log: Log) -> bool:
+    """Whether a part ended well within its limit and what is left of the whole."""
+    limit_s = min(part.limit_s, deadline - time.monotonic())
+    if limit_s <= LEAST_S:
+        log.say(f"=== {part.name}: no time is left")
+        return False
+    log.say(f"=== {part.name}, at most {limit_s:.0f} s")
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *part.arguments],
+        start_new_session=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if process.stdout is None:
+        raise RuntimeError("a part was started without a pipe")
+    copying = threading.Thread(target=log.copy, args=(process.stdout,), daemon=True)
+    copying.start()
+    try:
+        code: int | None = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        _end_session(process)
+    copying.join(2.0)
+    said = "ran out of time" if code is None else f"ended with {code}"
+    log.say(f"=== {part.name} {said} after {time.monotonic() - begin:.1f} s")
+    return code == 0
+
+
+def _end_session(process: subprocess.Popen[str]) -> None:
+    """Let a part whose time is over stop what it started in other sessions (a deployment); kill the rest.
+
+    What it left running would take GPUs and memory from the next.
+    """
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run every part."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for raw results")
-    parser.add_argument("--seconds", type=float, default=360.0, help="limit of the whole")
-    parser.add_argument("--only", default="", help="names of parts, comma-separated")
-    options = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=545.0, help="limit of the whole")
+    parser.add_argument("--only", default="", help="names of parts, with | between them")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--model", default="/dev/shm/gpt-oss-20b", help="where the part of that name puts it")
+    parser.add_argument("--list", action="store_true", help="say what would run, and how long it may take")
+    options = parser.parse_args(arguments)
+    parts = gpu_parts(options.out, options.model) if options.device == "cuda" else cpu_parts(options.out)
+    wanted = [name for name in options.only.split("|") if name]
+    unknown = set(wanted) - {part.name for part in parts}
+    if unknown:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {[part.name for part in parts]}")
+    chosen = [part for part in parts if not wanted or part.name in wanted]
+    if options.list:
+        for part in chosen:
+            print(f"{part.limit_s:4.0f} s  {part.name}: {' '.join(part.arguments)}")
+        return 0
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ["PYTHONUNBUFFERED"] = "1"
     deadline = time.monotonic() + options.seconds
-    wanted = [name for name in options.only.split(",") if name]
-    chosen = [part for part in parts(options.out) if not wanted or part.name in wanted]
-    begin = time.monotonic()
-    good = build_kernels(150)
-    print(f"=== kernels {'built' if good else 'NOT built'} in {time.monotonic() - begin:.0f} s", flush=True)
-    return 0 if good and all(run_all(chosen, deadline).values()) else 1
+    log = Log(options.out / "log.txt")
+    good = True
+    if options.device == "cuda":
+        begin = time.monotonic()
+        good = build_kernels(150)
+        log.say(f"=== kernels {'built' if good else 'NOT built'} in {time.monotonic() - begin:.0f} s")
+    ended = {part.name: run(part, deadline, log) for part in chosen}
+    log.say("=== " + ", ".join(f"{name}: {'ok' if ok else 'FAILED'}" for name, ok in ended.items()))
+    return 0 if good and all(ended.values()) else 1
 
 
 if __name__ == "__main__":

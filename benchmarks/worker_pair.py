@@ -68,6 +68,7 @@ def interference(
         for stream in running_streams
         for earlier, later in itertools.pairwise([at for at in stream.times if begin <= at <= end])
     )
+    until(lambda: all(stream.times for stream in arrivals) or bool(router.trouble), "the prompts' answers")
     waits = [(stream.times[0] - stream.sent) * 1e3 for stream in arrivals if stream.times]
     return {
         "itl_p50_ms": gaps[len(gaps) // 2],
