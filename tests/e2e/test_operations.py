@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -10,14 +11,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from antiphon.cluster.control import AskStatus, RollAll, ScalePool, UpgradeTo
-from antiphon.cluster.deployment import Deployment, deploy
+from antiphon.cluster.control import AskStatus, ControlServer, ScalePool, UpgradeTo
+from antiphon.cluster.deployment import Deployment, autoscaling, deploy
 from antiphon.cluster.operations import Operations
 from antiphon.cluster.resolution import resolve_deployment
 from antiphon.cluster.supervisor import OperationFailed
 from antiphon.cluster.upgrade import Upgrade
 from antiphon.configs.schema import DeploymentConfig
-from antiphon.protocol.identity import Role
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -33,7 +33,7 @@ REQUEST = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment(local_deployment: DeploymentConfig) -> AsyncIterator[Deployment]:
-    router = local_deployment.router.model_copy(update={"replicas": 2, "drain_notice_s": 3.0})
+    router = local_deployment.router.model_copy(update={"replicas": 2, "drain_notice_s": 5.0})
     async with deploy(resolve_deployment(local_deployment.model_copy(update={"router": router}))) as running:
         await running.wait_ready()
         yield running
@@ -94,16 +94,52 @@ def epochs(deployment: Deployment) -> dict[str, int]:
     return {w.worker_id: w.epoch for w in deployment.supervisor.topology.workers}
 
 
+async def antiphon(operations: Operations, *arguments: str) -> str:
+    """What the command says, which asks over the deployment's socket."""
+    async with ControlServer(operations.carry_out) as control:
+        command = [sys.executable, "-m", "antiphon.cluster.cli", *arguments, "--socket", str(control.path)]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        said, _ = await process.communicate()
+    assert process.returncode == 0, said.decode()
+    return said.decode()
+
+
 async def test_a_pool_grows_and_shrinks_under_load(deployment: Deployment) -> None:
     operations = Operations(deployment.supervisor, drain_timeout_s=30.0)
     async with Load(deployment, 2) as load:
-        answer = await operations.carry_out(ScalePool({Role.PREFILL: 2}))
-        assert {m.worker_id for m in answer.members if m.ready} >= {"prefill-0", "prefill-1"}
-        await operations.carry_out(ScalePool({Role.PREFILL: 1}))
+        said = await antiphon(operations, "scale", "prefill=2")
+        for worker_id in ("prefill-0", "prefill-1"):
+            assert any(line.startswith(worker_id) and " ready," in line for line in said.splitlines()), said
+        await antiphon(operations, "scale", "prefill=1")
     assert "prefill-1" not in epochs(deployment)
     assert set(load.outcomes) == {"200"}, load.outcomes
     with pytest.raises(OperationFailed, match="router: the pools are"):
         await operations.carry_out(ScalePool({"router": 3}))
+
+
+async def test_a_pool_follows_its_load_by_itself(
+    deployment: Deployment, local_deployment: DeploymentConfig
+) -> None:
+    decode = local_deployment.decode.model_copy(update={"max_replicas": 2})
+    autoscale = local_deployment.autoscale.model_copy(
+        update={"interval_s": 0.2, "decode_page_use": 0.001, "shrink_after_s": 0.5}
+    )
+    config = local_deployment.model_copy(update={"decode": decode, "autoscale": autoscale})
+
+    async def until_there_are(workers: int) -> None:
+        async with asyncio.timeout(60):
+            while True:
+                if sum(name.startswith("decode") for name in epochs(deployment)) == workers:
+                    return
+                await asyncio.sleep(0.1)
+
+    async with autoscaling(deployment, config):
+        async with Load(deployment, 2) as load:
+            await until_there_are(2)
+        await until_there_are(1)
+    assert set(load.outcomes) == {"200"}, load.outcomes
 
 
 async def test_workers_of_a_new_revision_take_over_under_load_without_a_failed_request(
@@ -134,10 +170,11 @@ async def test_every_process_is_restarted_under_load_without_a_failed_request(
     operations = Operations(deployment.supervisor, drain_timeout_s=30.0)
     before = epochs(deployment)
     async with Load(deployment, 2) as load:
-        await operations.carry_out(RollAll())
+        said = await antiphon(operations, "roll")
     after = epochs(deployment)
     assert set(after) == set(before)
     assert not set(after.values()) & set(before.values())
+    assert said.startswith(f"{len(before)} processes were restarted"), said
     assert set(load.outcomes) == {"200"}, load.outcomes
     async with asyncio.timeout(30):  # what the supervisor knows is as old as its last question
         while True:
