@@ -292,8 +292,12 @@ class DecodeAttention:
         sm_scale: float,
         out: Tensor,
     ) -> Tensor:
-        """All keys. Shapes as in ``reference.paged_attention`` with T = B; writes and returns ``out``."""
-        self._check(query, kv_layer, sequences)
+        """All keys. Shapes as in ``reference.paged_attention`` with T = B; writes and returns ``out``.
+
+        Raises:
+            ValueError: another shape, or no sinks.
+        """
+        self._check(query, kv_layer, sequences, sinks)
         _decode_full[(self.batch_size, self.kv_heads, self.splits)](
             query,
             kv_layer,
@@ -343,8 +347,12 @@ class DecodeAttention:
         sm_scale: float,
         out: Tensor,
     ) -> Tensor:
-        """The last ``window`` keys. Shapes as in ``reference.paged_attention``; fills and returns ``out``."""
-        self._check(query, kv_layer, sequences)
+        """The last ``window`` keys. Shapes as in ``reference.paged_attention``; fills and returns ``out``.
+
+        Raises:
+            ValueError: another shape, no sinks, or a window that is not a power of two.
+        """
+        self._check(query, kv_layer, sequences, sinks)
         if window & (window - 1):
             raise ValueError(f"window {window} is not a power of two")
         _decode_sliding[(self.batch_size, self.kv_heads)](
@@ -371,7 +379,7 @@ class DecodeAttention:
     def _launch_options(self) -> dict[str, Any]:
         return {"launch_pdl": True} if self.pdl else {}
 
-    def _check(self, query: Tensor, kv_layer: Tensor, sequences: PagedSequences) -> None:
+    def _check(self, query: Tensor, kv_layer: Tensor, sequences: PagedSequences, sinks: Tensor) -> None:
         expected = (self.batch_size, self.query_heads, self.head_dim)
         if tuple(query.shape) != expected or not query.is_contiguous():
             raise ValueError(f"query is {tuple(query.shape)}, expected contiguous {expected}")
@@ -385,6 +393,8 @@ class DecodeAttention:
             raise ValueError(
                 f"kv_layer is {tuple(kv_layer.shape)}, expected [N, {self.kv_heads}, 2, S, {self.head_dim}]"
             )
+        if tuple(sinks.shape) != (self.query_heads,):
+            raise ValueError(f"sinks are {tuple(sinks.shape)}, expected one a query head: {self.query_heads}")
         if sequences.kv_len.shape[0] != self.batch_size:
             raise ValueError(f"{sequences.kv_len.shape[0]} sequences, expected {self.batch_size}")
 

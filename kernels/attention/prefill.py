@@ -136,6 +136,9 @@ def prefill_attention(
 
     Returns:
         [T, Q, D]; tokens beyond ``query_start[B]`` are left as they are.
+
+    Raises:
+        ValueError: another shape or layout, or no sinks.
     """
     _, heads, dim = query.shape
     kv_heads, page_size = kv_layer.shape[1], kv_layer.shape[3]
@@ -143,6 +146,8 @@ def prefill_attention(
         raise ValueError("query and the inner dimensions of kv_layer must be contiguous")
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide over {kv_heads} kv heads")
+    if tuple(sinks.shape) != (heads,):
+        raise ValueError(f"sinks are {tuple(sinks.shape)}, expected one a query head: {heads}")
     out = torch.empty_like(query) if out is None else out
     batch = sequences.kv_len.shape[0]
     rows = block_tokens * (heads // kv_heads)
