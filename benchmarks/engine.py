@@ -314,7 +314,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _choices(options: argparse.Namespace) -> ChunkChoices | None:
-    choices = ChunkChoices(options.fp8_projections, options.expert_tile)
+    choices = ChunkChoices(options.fp8_projections, options.expert_tile, options.widening_warps)
     return None if choices == ChunkChoices() else choices
 
 
@@ -324,6 +324,7 @@ def in_words(choices: ChunkChoices | None, *, chunk_graphs: bool) -> str:
     if choices is not None:
         words += ["FP8 projections"] if choices.fp8_projections else []
         words += [] if choices.expert_tile is None else [f"tiles of {choices.expert_tile}"]
+        words += ["widening warps"] if choices.widening_warps else []
     return ", ".join(words)
 
 
@@ -377,6 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resident-fp8", action="store_true", help="hold FP8 experts for long chunks too")
     parser.add_argument("--fp8-projections", action="store_true", help="the attention's, of long chunks")
     parser.add_argument("--expert-tile", type=int, help="tokens of an expert's tile in long chunks")
+    parser.add_argument("--widening-warps", action="store_true", help="warps that only widen experts")
     parser.add_argument("--out", type=Path, default=RESULTS / "engine.json")
     options = parser.parse_args(arguments)
     bench = make_bench(options.model, torch.device(options.device), options.resident_fp8, _choices(options))

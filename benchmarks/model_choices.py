@@ -51,13 +51,20 @@ class Way:
 
 def ways_of(resident: bool) -> tuple[Way, ...]:
     """In the order of what is most needed, for a model whose FP8 experts are resident or are not."""
-    tiles = (128,) if resident else (192, 64)
-    best = ChunkChoices(fp8_projections=True, expert_tile=tiles[0])
+    if resident:
+        others = {"tile-128": ChunkChoices(expert_tile=128)}
+        best = ChunkChoices(fp8_projections=True, expert_tile=128)
+    else:
+        others = {
+            "own-warps": ChunkChoices(widening_warps=True),
+            "tile-192": ChunkChoices(expert_tile=192),
+        }
+        best = ChunkChoices(fp8_projections=True, widening_warps=True)
     return (
         Way("default", resident),
         Way("graphs", resident, graphs=True),
         Way("projections", resident, choices=ChunkChoices(fp8_projections=True)),
-        *(Way(f"tile-{tile}", resident, choices=ChunkChoices(expert_tile=tile)) for tile in tiles),
+        *(Way(name, resident, choices=choices) for name, choices in others.items()),
         Way("all", resident, graphs=True, choices=best),
     )
 
@@ -150,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--decode", type=_pairs, default="8192:1,8,32,128;32768:1,32")
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--prompts", type=_numbers, default="1024,8192,32768")
-    parser.add_argument("--ways", default="default,graphs,projections,tile-128,tile-192,tile-64,all")
+    parser.add_argument("--ways", default="default,graphs,projections,tile-128,own-warps,tile-192,all")
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=600.0, help="for everything, the weights included")

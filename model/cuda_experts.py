@@ -24,6 +24,7 @@ from antiphon.kernels.reference import ExpertMatrix
 from antiphon.kernels.router import route
 from antiphon.model.config import GptOssConfig
 from antiphon.model.converted_experts import ConvertedExperts
+from antiphon.model.cuda_roads import ChunkChoices
 from antiphon.model.workspaces import Workspaces
 
 
@@ -122,21 +123,23 @@ class HopperExpertLayers:
     Args:
         resident_fp8: hold every layer's FP8 tiles beside the 4-bit weights and multiply long chunks by them;
             otherwise the grouped GEMM widens the 4-bit weights itself.
-        tile: tokens of an expert's tile in long chunks; None chooses by what was measured.
+        chunks: how long ones are multiplied.
 
     Raises:
-        ValueError: no kernel is built for such a tile.
+        ValueError: no kernel is built for such a choice.
     """
 
     def __init__(
-        self, config: GptOssConfig, device: torch.device, resident_fp8: bool, tile: int | None = None
+        self, config: GptOssConfig, device: torch.device, resident_fp8: bool, chunks: ChunkChoices
     ) -> None:
-        built = prefill.TILES if resident_fp8 else mixed.TILES
+        tile, built = chunks.expert_tile, prefill.TILES if resident_fp8 else mixed.TILES
+        if resident_fp8 and chunks.widening_warps:
+            raise ValueError("no warps widen the weights where FP8 experts are resident")
         if tile is not None and tile not in built:
             raise ValueError(f"expert tiles of {tile} tokens, expected one of {built}")
         self._config = config
         self._device = device
-        self._tile = tile
+        self._chunks = chunks
         self.resident_fp8 = resident_fp8
         self.inexact_blocks = self.blocks = 0
         self._routers: list[tuple[Tensor, Tensor]] = []
@@ -165,13 +168,13 @@ class HopperExpertLayers:
         self.inexact_blocks += inexact
         self.blocks += blocks
 
-    def sharing(self, resident_fp8: bool, tile: int | None) -> HopperExpertLayers:
+    def sharing(self, resident_fp8: bool, chunks: ChunkChoices) -> HopperExpertLayers:
         """The same layers, multiplied otherwise, with buffers of its own.
 
         Raises:
-            ValueError: as when layers are added, or for such a tile.
+            ValueError: as when layers are added, or for such choices.
         """
-        twin = HopperExpertLayers(self._config, self._device, resident_fp8, tile)
+        twin = HopperExpertLayers(self._config, self._device, resident_fp8, chunks)
         for router, experts in zip(self._routers, self._layers, strict=True):
             twin.add_converted(*router, experts)
         return twin
@@ -221,5 +224,6 @@ class HopperExpertLayers:
             return x, prefill.moe_add_rms_norm_(normed, ids, weights, experts.fp8, buffers, *behind)
         return x, mixed.moe_add_rms_norm_(
             *(normed, ids, weights, experts.streamed, experts.exponents),
-            *(self._mixed_buffers.of(x.shape[0]), *behind, self._tile),
+            *(self._mixed_buffers.of(x.shape[0]), *behind, self._chunks.expert_tile),
+            own_warps=self._chunks.widening_warps,
         )

@@ -86,7 +86,7 @@ class CudaTransformer:
             self._layers = [with_fp8_projections(weights) for weights in self._layers]
         self._experts: ExpertLayers
         if self.road is Road.HOPPER:
-            self._experts = hopper = HopperExpertLayers(config, self.device, resident_fp8, chunks.expert_tile)
+            self._experts = hopper = HopperExpertLayers(config, self.device, resident_fp8, chunks)
             add_hopper_layers(hopper, tensors, layers, converted)
         else:
             self._experts = PortableExpertLayers(config)
@@ -105,7 +105,7 @@ class CudaTransformer:
         if not isinstance(self._experts, HopperExpertLayers):
             raise ValueError(f"a model on the {self.road} road has one way to multiply")
         twin = copy(self)
-        twin._experts = self._experts.sharing(resident_fp8, chunks.expert_tile)
+        twin._experts = self._experts.sharing(resident_fp8, chunks)
         twin._attention = AttentionBlock(self.config, self.device, self.road)
         twin._layers = [
             with_fp8_projections(weights) if chunks.fp8_projections else replace(weights, fp8=None)

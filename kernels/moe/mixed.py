@@ -150,6 +150,8 @@ def moe_mixed(
     workspace: MixedWorkspace,
     out: Tensor | None = None,
     tile: int | None = None,
+    *,
+    own_warps: bool = False,
 ) -> Tensor:
     """``reference.moe`` with e4m3 operands; the sum of this rank's experts.
 
@@ -160,6 +162,8 @@ def moe_mixed(
         x: [T, 2880] bf16. expert_ids: [T, 4] int64, negative for padding. expert_weights: [T, 4] bf16.
         out: [T, 2880] bf16, allocated when None.
         tile: tokens of a tile, one of TILES; ``choose_tile`` when None.
+        own_warps: in tiles of 256, weights are widened by warps that do nothing else, into shared memory; the
+            values are the same.
 
     Returns:
         ``out``: float32 sums over k in order of bf16 terms; identical from run to run.
@@ -171,7 +175,7 @@ def moe_mixed(
     out = torch.empty_like(x) if out is None else out
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, out)
     tile = choose_tile(tokens, workspace.all_experts) if tile is None else tile
-    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile)
+    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile, own_warps)
     launch("fp8_combine", workspace.rows.data_ptr(), workspace.slots.data_ptr(), out.data_ptr(), tokens)
     return out
 
@@ -187,6 +191,8 @@ def moe_add_rms_norm_(
     norm_weight: Tensor,
     eps: float,
     tile: int | None = None,
+    *,
+    own_warps: bool = False,
 ) -> Tensor:
     """``moe_mixed``, then ``residual += moe`` in place, then the next RMSNorm of it, which is returned.
 
@@ -195,7 +201,7 @@ def moe_add_rms_norm_(
     """
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, residual)
     tile = choose_tile(x.shape[0], workspace.all_experts) if tile is None else tile
-    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile)
+    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile, own_warps)
     return combine_rms_norm_(workspace.rows, workspace.slots, residual, norm_weight, eps)
 
 
@@ -207,11 +213,12 @@ def multiply(
     exponents: RowExponents,
     workspace: MixedWorkspace,
     tile: int,
+    own_warps: bool = False,
 ) -> None:
     """Everything but the combine: weighted outputs in workspace.rows, their places in workspace.slots."""
     route(expert_ids, workspace, tile)
     quantise(x, expert_ids, expert_weights, workspace, tile)
-    run_experts(experts, exponents, workspace, tile)
+    run_experts(experts, exponents, workspace, tile, own_warps)
 
 
 def route(expert_ids: Tensor, workspace: MixedWorkspace, tile: int) -> None:
@@ -244,21 +251,27 @@ def quantise(
 
 
 def run_experts(
-    experts: StreamedExperts, exponents: RowExponents, workspace: MixedWorkspace, tile: int
+    experts: StreamedExperts,
+    exponents: RowExponents,
+    workspace: MixedWorkspace,
+    tile: int,
+    own_warps: bool = False,
 ) -> None:
     """Both projections: workspace.activations -> workspace.hidden -> workspace.rows."""
+    apart = own_warps and tile == WIDE_TILE
+    kernels, shape = ("apart", ()) if apart else ("mixed", (tile,))
     tiles = (workspace.tiles.data_ptr(), workspace.tile_count.data_ptr())
     launch(
-        "mixed_gate_up",
+        f"{kernels}_gate_up",
         *(workspace.activations.data_ptr(), experts.gate_up.data_ptr(), exponents.gate_up.data_ptr()),
         *(experts.gate_up_bias.data_ptr(), *tiles, workspace.token_scale.data_ptr()),
-        *(workspace.hidden.data_ptr(), tile, workspace.blocks),
+        *(workspace.hidden.data_ptr(), *shape, workspace.blocks),
     )
     launch(
-        "mixed_down",
+        f"{kernels}_down",
         *(workspace.hidden.data_ptr(), experts.down.data_ptr(), exponents.down.data_ptr()),
         *(experts.down_bias.data_ptr(), *tiles, workspace.row_weight.data_ptr()),
-        *(workspace.rows.data_ptr(), tile, workspace.blocks),
+        *(workspace.rows.data_ptr(), *shape, workspace.blocks),
     )
 
 

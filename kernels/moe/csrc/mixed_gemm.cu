@@ -113,41 +113,6 @@ struct NarrowSums {
   }
 };
 
-// What a thread needs of its two weight rows before the products, and the store after them.
-template <typename S, bool GATED>
-struct Rows {
-  static constexpr int kApart = GATED ? 1 : 8;
-  int row_tile, tops[2];
-  size_t at;
-
-  __device__ __forceinline__ Rows(const Arguments& a, const Work& work, int group) {
-    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
-    row_tile = work.tile_n * S::kGroups + group;
-    at = static_cast<size_t>(work.tile.expert) * a.row_tiles * 64 + min(row_tile, a.row_tiles - 1) * 64 + warp * 16 +
-         (GATED ? 2 * g : g);
-    tops[0] = a.tops[at];
-    tops[1] = a.tops[at + kApart];
-  }
-
-  // `factors`: of the two rows' sums.
-  template <int N>
-  __device__ __forceinline__ void store(const Arguments& a, const Work& work, const float* acc,
-                                        const float (&factors)[2]) const {
-    if (row_tile >= a.row_tiles) return;
-    RowTerms terms;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      terms.factor[i] = factors[i] / (GATED ? 1.0f : fp8::kHiddenFactor);
-      terms.bias[i] = __bfloat162float(a.bias[at + i * kApart]);
-    }
-    if constexpr (GATED) {
-      store_hidden<S, N>(a, work, acc, terms, row_tile);
-    } else {
-      store_weighted<S, N>(a, work, acc, terms, row_tile);
-    }
-  }
-};
-
 template <int N, bool GATED, typename S>
 __device__ __forceinline__ void run_wide(const Arguments& a, const Work& work, Consumer<S>& c, WideSums<S>& sums) {
   const Rows<S, GATED> rows(a, work, c.group);

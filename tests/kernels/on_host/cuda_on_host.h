@@ -516,7 +516,8 @@ inline void wgmma_e4m3_registers(float* d, const uint32_t* a, uint64_t b, int ac
 }
 
 // Both operands in shared memory, swizzled. A warp takes 16 of the 64 rows.
-inline void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+template <int N>
+inline void wgmma_e4m3_shared(float* d, uint64_t a, uint64_t b, int accumulate) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const auto read = [](uint64_t operand, int row, float (&values)[32]) {
     const uint32_t address = static_cast<uint32_t>(operand) << 4, offset = address % 128;
@@ -526,7 +527,7 @@ inline void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint64_t b, int accumula
   };
   float rows[2][32], column[32];
   for (int half = 0; half < 2; ++half) read(a, warp * 16 + g + 8 * half, rows[half]);
-  for (int j = 0; j < 16; ++j) {
+  for (int j = 0; j < N / 8; ++j) {
     for (int c = 0; c < 2; ++c) {
       read(b, 8 * j + 2 * t + c, column);
       for (int half = 0; half < 2; ++half) {
@@ -537,6 +538,9 @@ inline void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint64_t b, int accumula
       }
     }
   }
+}
+inline void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+  wgmma_e4m3_shared<128>(d, a, b, accumulate);
 }
 
 inline uint32_t transpose_8x8(uint32_t word) {
