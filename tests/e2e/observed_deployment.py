@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import psutil
+from actor_processes import pid_of_one
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 READY_S = 180.0
@@ -122,20 +123,8 @@ class Observed:
         )
 
     def pid_of(self, actor: str) -> int:
-        """The process of an actor, which may be starting, and of which there is one."""
-        found: list[int] = []
-
-        def look() -> bool:
-            found.clear()
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    # While it runs a method, Ray adds the method's name.
-                    if process.cmdline()[:1] and process.cmdline()[0].split(".")[0] == f"ray::{actor}":
-                        found.append(process.pid)
-            return len(found) == 1
-
-        until(look)
-        return found[0]
+        """The process of an actor of which there is one."""
+        return pid_of_one(actor, lambda: psutil.Process(self.process.pid).children(recursive=True))
 
     def pages(self) -> dict[str, str]:
         """Process -> URL of its metrics, the supervisor's included."""

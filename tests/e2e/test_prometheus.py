@@ -128,22 +128,31 @@ def seen(observed: Observed, prometheus: Prometheus) -> Seen:
     places = expressions(WINDOW)
     found: dict[str, list[Values]] = {where: [] for where in places}
     troubles = Troubles(observed, seen_after_s=4 * SCRAPE_S)
-    causes: list[tuple[re.Pattern[str], Trouble]] = [
+    under_load: list[tuple[re.Pattern[str], Trouble]] = [
         (re.compile(r"under way|Sequences: D"), troubles.hold_writes),
-        (re.compile(r"Preemptions"), lambda: troubles.crowd(6, 500)),
-        (re.compile(r"Clients gone: B"), troubles.stop_reading),
-        (re.compile(r"Sequences: E|ended: B|lost: B"), lambda: troubles.hold_prompts(7.0)),
+        (re.compile(r"ended: B|lost: B"), lambda: troubles.hold_prompts(7.0)),
         (re.compile(r"Decode workers"), troubles.kill_decode),
         (re.compile(r""), troubles.kill_prefill),
     ]
-    """Places, and what moves them; all that move with the load are left to the last."""
+    alone: list[tuple[re.Pattern[str], Trouble]] = [
+        (re.compile(r"Preemptions"), lambda: troubles.crowd(6, 500)),
+        (re.compile(r"Clients gone: B"), troubles.stop_reading),
+        (re.compile(r"Sequences: E"), troubles.leave_held_prompt),
+    ]
+    """Places, and what moves them; all that move with the load are left to the last of those under load."""
+
+    def bring_about(troubles: list[tuple[re.Pattern[str], Trouble]], left: list[str]) -> None:
+        for of, trouble in troubles:
+            if any(map(of.search, left)):
+                trouble()
+
     with TroubledLoad(observed) as load:
         until(lambda: load.answers >= 8, 120)
         asked = began = time.time()
         while (left := still_left(found)) and time.time() - began < PATIENCE_S:
-            for of, trouble in causes:
-                if any(map(of.search, left)):
-                    trouble()
+            with load.held_back():
+                bring_about(alone, left)
+            bring_about(under_load, left)
             time.sleep(4 * SCRAPE_S)
             now = time.time()
             for where in left:

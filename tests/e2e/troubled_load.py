@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 import httpx
@@ -22,6 +23,8 @@ class TroubledLoad:
     def __init__(self, observed: Observed) -> None:
         self._observed = observed
         self._stop = threading.Event()
+        self._flows = threading.Event()
+        self._flows.set()
         self._threads = [
             *(threading.Thread(target=self._ask_on, args=(i,)) for i in range(CLIENTS)),
             threading.Thread(target=self._knock_on),
@@ -39,8 +42,24 @@ class TroubledLoad:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
+        self._flows.set()
         for thread in self._threads:
             thread.join()
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Nothing more is asked until the block ends; what was asked goes on."""
+        self._flows.clear()
+        try:
+            yield
+        finally:
+            self._flows.set()
+
+    def _next(self, pause_s: float = 0.0) -> bool:
+        """Whether to ask something, after a pause; when, if the load is held back."""
+        self._stop.wait(pause_s)
+        self._flows.wait()
+        return not self._stop.is_set()
 
     def _chat(self, text: str, headers: dict[str, str] | None = None, **more: object) -> int:
         """The answer's status; 0 where the connection was lost, or nothing came."""
@@ -54,7 +73,7 @@ class TroubledLoad:
 
     def _ask_on(self, number: int) -> None:
         chance = random.Random(number)
-        while not self._stop.is_set():
+        while self._next():
             words, tokens = chance.randint(5, 1500), chance.randint(2, 40)
             headers = {"traceparent": f"00-{chance.randbytes(16).hex()}-{chance.randbytes(8).hex()}-01"}
             # Mostly another beginning: what caches have is neither computed nor transferred.
@@ -66,7 +85,7 @@ class TroubledLoad:
 
     def _knock_on(self) -> None:
         """What is turned away, refused or tolerated."""
-        while not self._stop.wait(0.2):
+        while self._next(0.2):
             self._chat("hi", model="no-such-model")
             self._chat("hi", tools=[{"type": "web_search"}], max_completion_tokens=2)
             with suppress(httpx.TransportError):
@@ -81,7 +100,7 @@ class TroubledLoad:
 
     def _leave_on(self) -> None:
         """Clients that go away in the middle."""
-        while not self._stop.wait(0.3):
+        while self._next(0.3):
             body = {
                 "model": "gpt-oss-tiny",
                 "messages": [{"role": "user", "content": "word " * 200}],

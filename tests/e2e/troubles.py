@@ -63,20 +63,29 @@ class Troubles:
                 time.sleep(self._seen_after_s)
 
     def hold_prompts(self, seconds: float) -> None:
-        """Stop the prefill worker, so long that it is asked for its writes and given up.
+        """Stop the prefill worker, so long that it is asked for its writes and given up."""
+        with self._stopped_prefill():
+            time.sleep(seconds)
 
-        A client leaves meanwhile: the pages of its request stay out of use until the worker goes on.
+    def leave_held_prompt(self) -> None:
+        """A client leaves while the prefill worker, which writes its KV, is stopped.
+
+        The pages of its request stay out of use until the worker goes on. Without other load: then the prompt
+        that computes is its own.
         """
+        until(lambda: not self._value("prefill-0", "antiphon_queued_prefill_tokens"), 120)
         prompt = f"{time.monotonic()} " + "wave " * 1500  # in no cache
         body = f'{{"model": "gpt-oss-tiny", "prompt": "{prompt}", "stream": true}}'
-        with self._client("/v1/completions", body) as client, self._stopped_prefill():
-            began = time.monotonic()
-            client.close()
-            self._shows(lambda: self._value("decode-0", "antiphon_num_requests_quarantined"))
-            time.sleep(max(self._seen_after_s, began + seconds - time.monotonic()))
+        with self._client("/v1/completions", body) as client:
+            if not self._shows(lambda: 0 < self._value("prefill-0", "antiphon_queued_prefill_tokens") < 1400):
+                return
+            with stopped(self._observed.pid_of("PrefillActor")):
+                client.close()
+                if self._shows(lambda: self._value("decode-0", "antiphon_num_requests_quarantined")):
+                    time.sleep(self._seen_after_s)
 
     def crowd(self, requests: int, tokens: int) -> None:
-        """More long answers at a time than the decode worker's pages hold."""
+        """More long answers at a time than the decode worker's pages hold; without other load."""
 
         def ask(number: int) -> None:
             deadline = time.monotonic() + 60
@@ -93,14 +102,14 @@ class Troubles:
             thread.join()
 
     def stop_reading(self) -> None:
-        """A client takes nothing from its socket until it is cut off."""
+        """A client takes nothing from its socket until it is cut off; sooner without other load."""
         cut = self._value("router-0", "antiphon_slow_clients_total")
         body = (
             '{"model": "gpt-oss-tiny", "stream": true, "n": 2, "logprobs": true, "top_logprobs": 20,'
             '"max_completion_tokens": 1500, "messages": [{"role": "user", "content": "go on"}]}'
         )
         with self._client("/v1/chat/completions", body):
-            self._shows(lambda: self._value("router-0", "antiphon_slow_clients_total") > cut, 40)
+            self._shows(lambda: self._value("router-0", "antiphon_slow_clients_total") > cut, 60)
 
     @contextmanager
     def _stopped_prefill(self) -> Iterator[int]:
@@ -121,6 +130,8 @@ class Troubles:
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            # The sender's buffer grows with the size of a segment, which is 64 KiB on loopback.
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
             client.connect((where.hostname, where.port))
             client.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
             yield client
