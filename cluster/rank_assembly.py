@@ -226,6 +226,7 @@ def follow_in(
             group,
             after_layer=rank_kv.after_layer if role is Role.PREFILL else None,
             on_message=rank_kv.on_message,
+            group_ends=pages.last_layers(config.transfer.layer_groups),
         ).run()
     finally:
         rank_kv.stop()

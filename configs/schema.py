@@ -95,7 +95,7 @@ class WorkerConfig(Section):
     chunk_tokens: int = pydantic.Field(512, ge=16)
     """Prompt tokens computed per prefill step; a multiple of the page size."""
     chunk_graph_tokens: tuple[int, ...] | Literal["standard"] = ()
-    """On a GPU, in a worker of one rank: the sizes, in tokens, to which chunks of prompts are padded and for
+    """On a GPU: the sizes, in tokens, to which chunks of prompts are padded and for
     which they are captured as CUDA graphs when the worker starts; ``standard`` are 64 and more in growing
     steps up to 2,048, and ``chunk_tokens`` where it is at most 8,192. Longer chunks, and steps of several
     prompts, are issued launch by launch; so is every chunk when this is empty."""
@@ -128,11 +128,8 @@ class WorkerConfig(Section):
         sizes = self.chunk_graph_tokens
         if not sizes:
             return self
-        if self.device == "cpu" or self.tensor_parallel > 1:
-            raise ValueError(
-                f"chunk_graph_tokens on device {self.device} with tensor_parallel {self.tensor_parallel}: "
-                "only a worker of one GPU captures chunks"
-            )
+        if self.device == "cpu":
+            raise ValueError("chunk_graph_tokens on device cpu: only GPUs replay chunks")
         if sizes == "standard":
             return self
         if list(sizes) != sorted(set(sizes)) or sizes[0] < 2 or sizes[-1] > self.chunk_tokens:

@@ -27,7 +27,6 @@ from antiphon.engine.settings import EngineSettings
 from antiphon.engine.step_memory import HostMemory
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.forward import ForwardBatch, LanguageModel, ReservesBuffers
-from antiphon.protocol.errors import ConfigError
 
 _TOKEN, _POSITION, _FULL_SLOT, _SLIDING_SLOT = range(4)
 """Rows of a chunk's vectors."""
@@ -77,20 +76,13 @@ class ChunkGraphs:
     """Captured chunks of one model over one KV cache; all are captured here, none later.
 
     Args:
-        model: its forward must not wait for the host, nor choose by what the device computed. One rank.
+        model: its forward must not wait for the host, nor choose by what the device computed.
         settings: ``chunk_graph_tokens`` are the padded sizes, at least one.
-
-    Raises:
-        ConfigError: the model is spread over ranks, which replay a graph as one and not part after part.
     """
 
     def __init__(
         self, model: LanguageModel, kv_cache: PagedKvCache, runtime: DeviceRuntime, settings: EngineSettings
     ) -> None:
-        if isinstance(model, OverRanks):
-            raise ConfigError(
-                "chunk_graph_tokens is set for a model of several ranks, which cannot replay parts"
-            )
         self._model = model
         self._kv_cache = kv_cache
         self._page_size = kv_cache.page_size
@@ -109,7 +101,10 @@ class ChunkGraphs:
         for size in reversed(self._sizes):
             self._inputs.vectors(size)[_FULL_SLOT:].fill_(-1)
             self._inputs.vectors(size)[:_FULL_SLOT].zero_()
-            self._graphs[size] = runtime.capture_parts(partial(self._forward, size))
+            captured = runtime.capture_parts(partial(self._forward, size))
+            if isinstance(model, OverRanks):
+                captured = model.parts_for_all_ranks(captured)
+            self._graphs[size] = captured
 
     @property
     def largest(self) -> int:

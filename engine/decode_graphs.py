@@ -20,7 +20,7 @@ from torch import Tensor
 
 from antiphon.engine.batch import Work
 from antiphon.engine.device_choice import Way, Wishes, choose_uniform
-from antiphon.engine.device_runtime import Captured, DeviceRuntime
+from antiphon.engine.device_runtime import Captured, CapturedParts, DeviceRuntime
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.engine.sequence import PageTable
 from antiphon.engine.step_memory import (
@@ -48,6 +48,9 @@ class OverRanks(Protocol):
 
     def for_all_ranks(self, captured: Captured) -> Captured:
         """What replays a graph on every rank, given the one that was just captured here."""
+
+    def parts_for_all_ranks(self, captured: CapturedParts) -> CapturedParts:
+        """The same for a step that was captured in parts."""
 
 
 class DecodeGraphs:

@@ -8,7 +8,8 @@ TOP_K       rows, k                                                 hidden state
 CHOOSE      rows, whether some are drawn                            hidden states, and then what draws need
 MESSAGE     bytes                                                   (control group) the bytes
 HEARTBEAT                                                           (control group) a sum of ones
-CAPTURE     number of a graph                                       the command to record follows
+RESERVE     tokens
+CAPTURE     number of a graph, whether it is cut into parts         the command to record follows
 REPLAY      number of a graph
 STOP
 """
@@ -43,6 +44,7 @@ class Command(IntEnum):
     CAPTURE = 7
     REPLAY = 8
     CHOOSE = 9
+    RESERVE = 10
 
 
 class RankModel(LanguageModel, Protocol):

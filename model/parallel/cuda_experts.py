@@ -17,6 +17,7 @@ from antiphon.kernels.router import route
 from antiphon.model.config import GptOssConfig
 from antiphon.model.converted_experts import ConvertedExperts
 from antiphon.model.cuda_experts import CheckpointExperts
+from antiphon.model.workspaces import Workspaces
 
 
 class RankExperts(Protocol):
@@ -33,8 +34,15 @@ class RankExperts(Protocol):
     def add_layer(self, experts: CheckpointExperts) -> None:
         """Take the next layer, in order; the checkpoint's form may be freed afterwards."""
 
-    def delta(self, layer: int, normed: Tensor) -> Tensor:
-        """[T, H] -> [T, H], the weighted sum over the chosen experts, as far as they are here."""
+    def reserve(self, tokens: int) -> None:
+        """See ``model.forward.ReservesBuffers``."""
+
+    def delta(self, layer: int, normed: Tensor, live: Tensor) -> Tensor:
+        """[T, H] -> [T, H], the weighted sum over the chosen experts, as far as they are here.
+
+        Args:
+            live: [1] int32, tokens that are not padding; whether those behind it reach an expert is open.
+        """
 
 
 class PortableRankExperts:
@@ -56,7 +64,10 @@ class PortableRankExperts:
         """See ``RankExperts``."""
         self._layers.append(experts)
 
-    def delta(self, layer: int, normed: Tensor) -> Tensor:
+    def reserve(self, tokens: int) -> None:
+        """No buffers are kept."""
+
+    def delta(self, layer: int, normed: Tensor, live: Tensor) -> Tensor:
         """See ``RankExperts``."""
         config, experts = self._config, self._layers[layer]
         ids, weights = route(normed, experts.gate_weight, experts.gate_bias, config.experts_per_token)
@@ -91,8 +102,8 @@ class HopperRankExperts:
         self._routers: list[tuple[Tensor, Tensor]] = []
         self._layers: list[ConvertedExperts] = []
         self._workspace = MoeWorkspace(MAX_TOKENS, *self._range)
-        self._mixed_workspace: MixedWorkspace | None = None
-        self._fp8_workspace: Fp8Workspace | None = None
+        self._mixed_buffers = Workspaces(lambda tokens: MixedWorkspace(tokens, *self._range))
+        self._fp8_buffers = Workspaces(lambda tokens: Fp8Workspace(tokens, *self._range))
 
     def add_layer(self, experts: CheckpointExperts) -> None:
         """See ``RankExperts``."""
@@ -111,7 +122,12 @@ class HopperRankExperts:
         self.inexact_blocks += inexact
         self.blocks += blocks
 
-    def delta(self, layer: int, normed: Tensor) -> Tensor:
+    def reserve(self, tokens: int) -> None:
+        """See ``RankExperts``."""
+        if not streams_4_bit(tokens, self._config.num_experts):
+            (self._fp8_buffers if self._resident_fp8 else self._mixed_buffers).reserve(tokens)
+
+    def delta(self, layer: int, normed: Tensor, live: Tensor) -> Tensor:
         """See ``RankExperts``."""
         tokens = normed.shape[0]
         gate_weight, gate_bias = self._routers[layer]
@@ -119,11 +135,9 @@ class HopperRankExperts:
         if streams_4_bit(tokens, self._config.num_experts):
             routing = route_grouped(normed, gate_weight, gate_bias, self._workspace)
             return moe_streamed(routing, experts.streamed, self._workspace)
-        ids, weights = route(normed, gate_weight, gate_bias, self._config.experts_per_token)
+        ids, weights = route(normed, gate_weight, gate_bias, self._config.experts_per_token, live)
         if experts.fp8 is not None:
-            if self._fp8_workspace is None or self._fp8_workspace.max_tokens < tokens:
-                self._fp8_workspace = Fp8Workspace(tokens, *self._range)
-            return moe_fp8(normed, ids, weights, experts.fp8, self._fp8_workspace)
-        if self._mixed_workspace is None or self._mixed_workspace.max_tokens < tokens:
-            self._mixed_workspace = MixedWorkspace(tokens, *self._range)
-        return moe_mixed(*(normed, ids, weights, experts.streamed, experts.exponents), self._mixed_workspace)
+            return moe_fp8(normed, ids, weights, experts.fp8, self._fp8_buffers.of(tokens))
+        return moe_mixed(
+            *(normed, ids, weights, experts.streamed, experts.exponents), self._mixed_buffers.of(tokens)
+        )

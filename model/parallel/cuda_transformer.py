@@ -152,6 +152,10 @@ class CudaRankTransformer:
         """Blocks of this rank's expert weights that may lose bits in long chunks, and all."""
         return self._experts.inexact_blocks, self._experts.blocks
 
+    def reserve(self, tokens: int) -> None:
+        """See ``model.forward.ReservesBuffers``."""
+        self._experts.reserve(tokens)
+
     @torch.no_grad()
     def forward(
         self, batch: ForwardBatch, kv: KvLayers, after_layer: Callable[[int], None] | None = None
@@ -176,7 +180,9 @@ class CudaRankTransformer:
             delta = torch.nn.functional.linear(flat, weights.out_weight, weights.out_bias)
             normed = self._add_norm(delta, x, weights.mlp_norm)
             following = self._layers[index + 1].attn_norm if index + 1 < len(self._layers) else self._norm
-            normed = self._add_norm(self._experts.delta(index, normed), x, following)
+            normed = self._add_norm(
+                self._experts.delta(index, normed, batch.full.query_start[-1:]), x, following
+            )
             if after_layer is not None:
                 after_layer(index)
         return normed
@@ -256,7 +262,8 @@ class CudaRankTransformer:
             longest = tokens - sequence_count + 1  # every sequence has at least one query token
             fast = self._on_hopper and kv_layer.shape[3] == prefill_hopper.PAGE
             attend = hopper_prefill_attention if fast else prefill_attention
-            return attend(query, kv_layer, sequences, weights.sinks, window, scale, longest)
+            # In place of the queries, as on one GPU: so what stands at padding is finite.
+            return attend(query, kv_layer, sequences, weights.sinks, window, scale, longest, out=query)
         kernel = self._decode_kernel(tokens)
         out = torch.empty_like(query)
         if window is None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from antiphon.model.forward import KvLayers
+from antiphon.model.forward import KvLayers, ReservesBuffers
 from antiphon.model.parallel.batch_wire import BatchSizes, unpack
 from antiphon.model.parallel.commands import Command, CommandChannel, RankModel, kv_geometry
+from antiphon.model.parallel.rank_graphs import RankGraphs
 from antiphon.model.parallel.rank_group import RankGroup
-from antiphon.protocol.errors import ConfigError
+from antiphon.protocol.errors import ConfigError, RankLostError
 
 
 class FollowerLoop:
@@ -26,6 +26,7 @@ class FollowerLoop:
         after_layer: called during a step with its number (from 1, as rank 0 counts) and a layer, right after
             that layer of it was issued.
         on_message: called with what rank 0 published, in order with the steps.
+        group_ends: last layer of each layer group, by which steps are cut that are recorded in parts.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class FollowerLoop:
         *,
         after_layer: Callable[[int, int], None] | None = None,
         on_message: Callable[[bytes], None] | None = None,
+        group_ends: Sequence[int] = (),
     ) -> None:
         self._model = model
         self._kv = kv
@@ -45,8 +47,8 @@ class FollowerLoop:
         self._on_message = on_message
         self._geometry = kv_geometry(model.config, kv)
         self._steps = 0
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._pool: Any = None  # torch names its type only privately
+        self._graphs = RankGraphs()
+        self._group_ends = tuple(group_ends)
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -66,24 +68,33 @@ class FollowerLoop:
     def _follow(self) -> bool:
         return self._carry_out(*self._channel.receive())
 
-    def _capture(self, number: int) -> None:
-        """Record what the next command computes, as rank 0 does now; it is issued at every replay.
-
-        All graphs share one memory pool: they are replayed one after the other, and nothing of one is read
-        later.
-        """
+    def _capture(self, number: int, *, in_parts: bool) -> None:
+        """Record what the next command computes, as rank 0 does now; it is issued at every replay."""
         command, numbers = self._channel.receive()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of this process go on using the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._carry_out(command, numbers)
-        self._pool = graph.pool()
-        self._graphs[number] = graph
+        if not in_parts:
+            self._graphs.capture(number, partial(self._carry_out, command, numbers))
+            return
+        if command is not Command.FORWARD:
+            raise RankLostError(f"rank 0 cuts a {command.name} into parts")
+        self._graphs.capture_parts(number, lambda cut: self._forward(numbers, cut))
+
+    def _replay(self, number: int) -> None:
+        if not self._graphs.is_step(number):
+            self._graphs.replay(number, lambda part: None)
+            return
+        self._steps += 1
+        step = self._steps
+
+        def after_part(part: int) -> None:
+            if self._after_layer is not None:
+                self._after_layer(step, self._group_ends[part])
+
+        self._graphs.replay(number, after_part)
 
     def _carry_out(self, command: Command, numbers: list[int]) -> bool:
         match command:
             case Command.FORWARD:
-                self._forward(BatchSizes(*numbers[:4]), (numbers[4], numbers[5], numbers[6]))
+                self._forward(numbers)
             case Command.LOGITS:
                 self._model.logits(self._hidden(numbers[0]))
             case Command.GREEDY:
@@ -93,9 +104,12 @@ class FollowerLoop:
             case Command.CHOOSE:
                 self._choose(numbers[0], with_draws=bool(numbers[1]))
             case Command.CAPTURE:
-                self._capture(numbers[0])
+                self._capture(numbers[0], in_parts=bool(numbers[1]))
             case Command.REPLAY:
-                self._graphs[numbers[0]].replay()
+                self._replay(numbers[0])
+            case Command.RESERVE:
+                if isinstance(self._model, ReservesBuffers):
+                    self._model.reserve(numbers[0])
             case Command.MESSAGE:
                 self._message(numbers[0])
             case Command.HEARTBEAT:
@@ -104,7 +118,9 @@ class FollowerLoop:
                 return False
         return True
 
-    def _forward(self, sizes: BatchSizes, theirs: tuple[int, int, int]) -> None:
+    def _forward(self, numbers: list[int], cut: Callable[[], None] | None = None) -> None:
+        """A step; ``cut`` is called between the layer groups of one that is being recorded."""
+        sizes, theirs = BatchSizes(*numbers[:4]), (numbers[4], numbers[5], numbers[6])
         if theirs != self._geometry:
             named = zip(("full pages", "sliding pages", "page size"), theirs, self._geometry, strict=True)
             differing = [f"{name}: rank 0 has {a}, this one {b}" for name, a, b in named if a != b]
@@ -112,8 +128,16 @@ class FollowerLoop:
         buffer = torch.empty(sizes.total_bytes, dtype=torch.uint8, device=self._model.device)
         batch = unpack(self._group.communicator.broadcast(buffer), sizes)
         self._steps += 1
-        after_layer = None if self._after_layer is None else partial(self._after_layer, self._steps)
+        after_layer: Callable[[int], None] | None = None
+        if cut is not None:
+            after_layer = partial(self._cut_after, cut)
+        elif self._after_layer is not None:
+            after_layer = partial(self._after_layer, self._steps)
         self._model.forward(batch, self._kv, after_layer)
+
+    def _cut_after(self, cut: Callable[[], None], layer: int) -> None:
+        if layer in self._group_ends[:-1]:
+            cut()
 
     def _choose(self, rows: int, *, with_draws: bool) -> None:
         hidden, draws = self._hidden(rows), None

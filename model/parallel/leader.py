@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from antiphon.model.forward import ForwardBatch, KvLayers
+from antiphon.model.forward import ForwardBatch, KvLayers, ReservesBuffers
 from antiphon.model.parallel.batch_wire import BatchSizes, pack
 from antiphon.model.parallel.commands import Command, CommandChannel, RankModel, kv_geometry
 from antiphon.model.parallel.rank_group import RankGroup
@@ -29,6 +29,15 @@ class Captured(Protocol):
         """Issue it; ``output`` is overwritten."""
 
 
+class CapturedParts(Protocol):
+    """The same, part after part."""
+
+    output: Tensor
+
+    def replay(self, after_part: Callable[[int], None]) -> None:
+        """Issue it; ``after_part(i)`` is called when the i-th part was issued."""
+
+
 class _OnAllRanks:
     """A graph of rank 0 whose replay has the other ranks replay theirs."""
 
@@ -40,6 +49,19 @@ class _OnAllRanks:
 
     def replay(self) -> None:
         self._leader.replay(self._number, self._captured)
+
+
+class _PartsOnAllRanks:
+    """The same for graphs that follow one another: one command has the other ranks replay all of theirs."""
+
+    def __init__(self, leader: LeaderModel, captured: CapturedParts, number: int) -> None:
+        self._leader = leader
+        self._captured = captured
+        self._number = number
+        self.output = captured.output
+
+    def replay(self, after_part: Callable[[int], None]) -> None:
+        self._leader.replay_parts(self._number, self._captured, after_part)
 
 
 class LeaderModel:
@@ -128,7 +150,7 @@ class LeaderModel:
         """
         sizes = BatchSizes.of(batch)
         packed = pack(batch)
-        with self._command():
+        with self._command(in_parts=after_layer is not None):
             numbers = (sizes.tokens, sizes.sequences, sizes.full_pages, sizes.sliding_pages)
             self._channel.send(Command.FORWARD, *numbers, *kv_geometry(self.config, kv))
             self._group.communicator.broadcast(packed)
@@ -179,10 +201,27 @@ class LeaderModel:
         Raises:
             RuntimeError: it holds several calls of this model, of which the others would replay only one.
         """
+        number = self._claim()
+        return captured if number is None else _OnAllRanks(self, captured, number)
+
+    def parts_for_all_ranks(self, captured: CapturedParts) -> CapturedParts:
+        """The same for a step that was captured in parts; see ``for_all_ranks``."""
+        number = self._claim()
+        return captured if number is None else _PartsOnAllRanks(self, captured, number)
+
+    def reserve(self, tokens: int) -> None:
+        """Have every rank keep buffers for steps of up to so many tokens; see ``model.forward``."""
+        with self._command():
+            self._channel.send(Command.RESERVE, tokens)
+            if isinstance(self._model, ReservesBuffers):
+                self._model.reserve(tokens)
+
+    def _claim(self) -> int | None:
+        """The number of the one command that was captured since the last time; None when there was none."""
         made, self._claimed = range(self._claimed + 1, self._captures + 1), self._captures
         if len(made) > 1:
             raise RuntimeError(f"a graph of {len(made)} commands cannot be replayed as one")
-        return _OnAllRanks(self, captured, made.start) if made else captured
+        return made.start if made else None
 
     def replay(self, number: int, captured: Captured) -> None:
         """Issue a captured command on every rank.
@@ -193,6 +232,21 @@ class LeaderModel:
         with self._command():
             self._channel.send(Command.REPLAY, number)
             captured.replay()
+
+    def replay_parts(self, number: int, captured: CapturedParts, after_part: Callable[[int], None]) -> None:
+        """Issue a step that was captured in parts on every rank; it counts as one that was begun.
+
+        Raises:
+            RankLostError: another rank died, hangs, or was lost before.
+        """
+        with self._command():
+            self._channel.send(Command.REPLAY, number)
+            self._steps += 1
+            self._computing = True
+            try:
+                captured.replay(after_part)
+            finally:
+                self._computing = False
 
     def publish(self, message: bytes) -> None:
         """Hand every other rank a message, in order with the steps; from any thread.
@@ -232,8 +286,12 @@ class LeaderModel:
         return self._group.communicator.broadcast(hidden)
 
     @contextmanager
-    def _command(self) -> Iterator[None]:
-        """One command, from its header to the end of its work on this rank."""
+    def _command(self, *, in_parts: bool = False) -> Iterator[None]:
+        """One command, from its header to the end of its work on this rank.
+
+        Args:
+            in_parts: where it is being captured, it is cut between the layer groups.
+        """
         capturing = self._model.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         with self._turn:
             if self._failure is not None:
@@ -242,7 +300,7 @@ class LeaderModel:
             try:
                 if capturing:
                     self._captures += 1
-                    self._channel.send(Command.CAPTURE, self._captures)
+                    self._channel.send(Command.CAPTURE, self._captures, int(in_parts))
                 yield
                 self._send_deferred()
             except BaseException as error:

@@ -41,10 +41,6 @@ def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
         (MODEL + "prefill: {kv_cache: {page_size_tokens: 32}}\n", "prefill 32, decode 64"),
         (MODEL + "prefill: {chunk_tokens: 100}\n", "prefill.chunk_tokens 100"),
         (MODEL + "prefill: {chunk_graph_tokens: [64]}\n", "on device cpu"),
-        (
-            MODEL + "prefill: {device: cuda, tensor_parallel: 2, chunk_graph_tokens: [64]}\n",
-            "with tensor_parallel 2",
-        ),
         (MODEL + "prefill: {fp8_projections: true}\n", "fp8_projections on device cpu"),
         (MODEL + "prefill: {chunk_graph_tokens: standard}\n", "on device cpu"),
         (MODEL + "prefill: {device: cuda, chunk_graph_tokens: [128, 64]}\n", "do not ascend"),
@@ -95,6 +91,7 @@ def test_no_chunk_is_captured_unless_sizes_are_named(tmp_path: Path) -> None:
         return load_deployment(write(tmp_path, text)).prefill.graphed_chunk_tokens
 
     assert sizes("device: cuda") == ()
+    assert sizes("device: cuda, tensor_parallel: 2, chunk_graph_tokens: [64]") == (64,)
     assert sizes("device: cuda, chunk_graph_tokens: [100, 200]") == (100, 200)
     standard = "device: cuda, chunk_graph_tokens: standard"
     assert sizes(f"{standard}, chunk_tokens: 256") == (64, 128, 192, 256)

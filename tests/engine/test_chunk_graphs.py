@@ -173,8 +173,9 @@ def test_sizes_that_cannot_be_are_refused(kit: Any, changes: dict[str, Any], wor
         kit.settings(**{"overlap": True, "chunk_tokens": 32, **changes})
 
 
-def test_a_model_over_ranks_is_refused(kit: Any) -> None:
-    model = kit.FakeModel()
+def test_a_model_over_ranks_has_all_of_them_replay_the_parts(kit: Any) -> None:
+    model, given = kit.FakeModel(), []
     model.for_all_ranks = lambda captured: captured
-    with pytest.raises(ConfigError, match="several ranks"):
-        _loop(kit, model, HostRuntime(), (32,))
+    model.parts_for_all_ranks = lambda captured: given.append(captured) or captured
+    _loop(kit, model, HostRuntime(), (16, 32))
+    assert len(given) == 2

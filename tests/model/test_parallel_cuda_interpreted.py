@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.dense.norm import add_rms_norm_
+from antiphon.kernels.reference import PagedSequences
 from antiphon.model.checkpoint.load import fill
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.config import GptOssConfig
+from antiphon.model.forward import ForwardBatch
 from antiphon.model.parallel.cuda_transformer import CudaRankTransformer
 from antiphon.model.parallel.layout import ParallelLayout
 from antiphon.model.parallel.rank_group import RankGroup
@@ -105,3 +108,43 @@ def test_the_fast_model_equals_the_plain_one(
         assert torch.equal(best, results[0][1])
         assert calls == 2 * 2 * config.num_hidden_layers, "decode steps alone take the fused sum"
         torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy
+def test_padding_of_a_chunk_changes_nothing_that_anybody_reads(config: GptOssConfig, in_ranks: Ranks) -> None:
+    tokens = torch.randint(0, config.vocab_size, (19,), generator=torch.Generator().manual_seed(2))
+
+    def work(group: RankGroup) -> None:
+        layout = ParallelLayout(2, True, group.rank)
+        parameters = shard_parameters(config, layout, synthesize_parameters(config, seed=6))
+        model = CudaRankTransformer(
+            *(config, layout, group.communicator, parameters, torch.device("cpu")), dtype=torch.float32
+        )
+        model.reserve(24)
+        shape = (4, len(model.shape.kv_heads), 2, 16, config.head_dim)
+        outcomes = []
+        for padded in (19, 24):
+            layers = [torch.full(shape, 50.0) for _ in range(config.num_hidden_layers)]
+            kv = SimpleNamespace(layer=layers.__getitem__)
+            outcomes.append((model.forward(padded_chunk(tokens, padded), kv), layers))
+        (exact, one), (hidden, other) = outcomes
+        assert bool(hidden.isfinite().all())
+        torch.testing.assert_close(hidden[:19], exact, atol=1e-4, rtol=1e-4)
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+            assert bool((b[[1, 3]] == 50.0).all()), "padding is nowhere written"
+
+    in_ranks(2, work, timeout_s=120.0)
+
+
+def padded_chunk(tokens: Tensor, padded: int) -> ForwardBatch:
+    """The first tokens of a sequence in pages 2, 0 of 16, padded to so many."""
+    count = len(tokens)
+    table = torch.tensor([[2, 0]], dtype=torch.int32)
+    ids, positions = torch.zeros(padded, dtype=torch.int64), torch.zeros(padded, dtype=torch.int64)
+    slot = torch.full((padded,), -1)
+    ids[:count], positions[:count] = tokens, torch.arange(count)
+    slot[:count] = table[0, positions[:count] // 16] * 16 + positions[:count] % 16
+    starts = torch.tensor([0, count], dtype=torch.int32)
+    pages = PagedSequences(table, starts, torch.tensor([count], dtype=torch.int32), slot)
+    return ForwardBatch(ids, positions, pages, pages)

@@ -49,6 +49,7 @@ def settings(config: GptOssConfig, overlap: bool, graphs: bool = False) -> Engin
         layer_groups=2,
         overlap=overlap,
         decode_graphs=graphs,
+        chunk_graph_tokens=(8, 32) if graphs else (),
     )
 
 

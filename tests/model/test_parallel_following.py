@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -482,3 +483,70 @@ def test_what_rank_0_captures_all_ranks_capture_and_replay(
     assert in_ranks(2, work) == [2, 0]
     pools = ["captures into pool None", *["captures into pool 7"] * 2]
     assert [what for _, what in seen] == [*pools, "replayed", "replayed"]
+
+
+class RecordedParts(Recorded):
+    """Stands in for graphs of rank 0, one for each layer group."""
+
+    def replay(self, after_part: Callable[[int], None]) -> None:  # type: ignore[override]
+        self.replays += 1
+        after_part(0)
+        after_part(1)
+
+
+def test_a_step_captured_in_parts_counts_and_says_of_each_part_when_it_is_issued(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager step 1, captured step 2, replayed steps 3 and 4; the graphs themselves need GPUs."""
+    seen: list[Any] = []
+
+    class Graph:
+        def capture_begin(self, pool: int | None, capture_error_mode: str) -> None:
+            seen.append("begin")
+
+        def capture_end(self) -> None:
+            seen.append("end")
+
+        def pool(self) -> int:
+            return 7
+
+        def replay(self) -> None:
+            seen.append("replayed")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    ends = list(range(small.num_hidden_layers))[-2:]
+
+    def work(group: RankGroup) -> list[tuple[int, int, bool]]:
+        model = build(small, group)
+        kv = one_sequence(model, 30, PAGE)
+        if group.rank > 0:
+            FollowerLoop(model, kv, group, after_layer=note(seen), group_ends=ends).run()
+            return []
+        leader = LeaderModel(model, group)
+        leader.start()
+        batch = kv.batch(prompt(small, 12), 0)
+        with torch.inference_mode():
+            leader.reserve(12)
+            leader.forward(batch, kv, lambda layer: None)
+            model.device = torch.device("cuda")
+            capturing = [True]
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+            leader.forward(batch, kv, lambda layer: None)
+            capturing[0] = False
+        on_all = leader.parts_for_all_ranks(RecordedParts())
+        marks: list[tuple[int, int, bool]] = []
+        for _ in range(2):
+            on_all.replay(lambda part: marks.append((leader.steps, part, leader.computing)))
+        assert not leader.computing
+        model.device = torch.device("cpu")
+        leader.close()
+        return marks
+
+    assert in_ranks(2, work)[0] == [(3, 0, True), (3, 1, True), (4, 0, True), (4, 1, True)]
+    eager, replayed = [(1, layer) for layer in range(small.num_hidden_layers)], []
+    for step in (3, 4):
+        replayed += ["replayed", (step, ends[0]), "replayed", (step, ends[1])]
+    assert seen == [*eager, "begin", "end", "begin", "end", *replayed]
