@@ -41,3 +41,14 @@ def test_padding_chooses_no_expert_and_changes_nobody(live: int) -> None:
     assert torch.equal(ids[:live], alone[:live])
     assert torch.equal(same, weights)
     assert bool((ids[live:] == -1).all())
+
+
+def test_logits_closer_than_bf16_can_tell_keep_their_order() -> None:
+    """Around 8 two bf16 numbers lie 1/16 apart; these logits 1/512, exact in float32."""
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+    weight = torch.full((32, 64), 0.125)
+    weight[:, 0] = 0.125 + order / 512
+    ids, weights = route(torch.ones(3, 64), weight, torch.zeros(32), 4)
+    best = order.argsort(descending=True)[:4]
+    assert torch.equal(ids, best.expand(3, 4))
+    assert bool((weights.diff(dim=-1) < 0).all())
