@@ -132,11 +132,16 @@ class Client:
         self._cases, self._reference = cases, reference
         self._urls, self._tally = urls, tally
         self._asking: asyncio.Task[Answer] | None = None
+        self._waits = False
+        """For the first part of a stream."""
 
     def hang_up(self) -> None:
-        """Leave the request that is under way, if one is."""
-        if self._asking is not None:
+        """Leave the request that is under way, if it is one of which nothing has come."""
+        if self._asking is not None and self._waits:
             self._asking.cancel()
+
+    def _has_begun(self) -> None:
+        self._waits = False
 
     async def run(self, http: httpx.AsyncClient, take: Callable[[], bool]) -> None:
         """Until ``take`` says that enough was asked."""
@@ -193,7 +198,8 @@ class Client:
 
     async def _ask(self, http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
         """``ask``, which ``hang_up`` ends; raises HungUp then."""
-        self._asking = asyncio.create_task(ask(http, url, body))
+        self._waits = bool(body["stream"])
+        self._asking = asyncio.create_task(ask(http, url, body, self._has_begun))
         try:
             await asyncio.wait({self._asking})
             if self._asking.cancelled():
@@ -234,8 +240,10 @@ async def ask_reference(http: httpx.AsyncClient, url: str, body: dict[str, Any])
     return Reference(_whole(document), tuple(ties))
 
 
-async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
-    """One attempt at a request.
+async def ask(
+    http: httpx.AsyncClient, url: str, body: dict[str, Any], begun: Callable[[], None] = lambda: None
+) -> Answer:
+    """One attempt at a request; ``begun`` is called with each token of a stream.
 
     Raises:
         Refused: 429 or 503 before the first token.
@@ -251,7 +259,7 @@ async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer
         if response.status_code != httpx.codes.OK:
             await response.aread()
             _check(response.status_code, response)
-        return await _streamed(response)
+        return await _streamed(response, begun)
 
 
 def _check(status: int, response: httpx.Response) -> None:
@@ -275,7 +283,7 @@ def _whole(document: dict[str, Any]) -> Answer:
     )
 
 
-async def _streamed(response: httpx.Response) -> Answer:
+async def _streamed(response: httpx.Response, begun: Callable[[], None]) -> Answer:
     text, reasoning, finish, tokens = "", "", "", 0
     calls: dict[int, list[str]] = {}
     done = False
@@ -291,6 +299,8 @@ async def _streamed(response: httpx.Response) -> Answer:
         tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
         for choice in event["choices"]:
             delta = choice["delta"]
+            if delta.keys() - {"role", "content"} or delta.get("content"):
+                begun()
             text += delta.get("content") or ""
             reasoning += delta.get("reasoning") or ""
             finish = choice["finish_reason"] or finish

@@ -230,7 +230,7 @@ class Run:
         return bool(self.options.unfenced and self.tally.wrong)
 
     def hang_up(self, share: float) -> None:
-        """Let about this share of the clients leave the requests that they wait for."""
+        """Let about this share of the clients leave that wait for the beginning of a stream."""
         for client in self._clients:
             if self._leaving.random() < share:
                 client.hang_up()
