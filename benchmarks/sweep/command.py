@@ -27,7 +27,6 @@ from antiphon.benchmarks.sweep.meter import (
 from antiphon.benchmarks.sweep.points import BATCHES, CONTEXTS, INPUT_TOKENS, Point, grid, layouts_for
 from antiphon.benchmarks.sweep.prices import measured_figure, pareto_front
 from antiphon.benchmarks.sweep.run import Outcome, run_sweep
-from antiphon.model.config import PRESETS
 from antiphon.protocol.errors import AntiphonError
 
 
@@ -128,9 +127,9 @@ def _with_progress(
 
 def _print_errors(models: Sequence[str], folder: Path) -> None:
     """What the cost model makes of the figures: errors on points and layouts that its fit has not seen."""
-    if not any(name in PRESETS for name in models):
-        return
-    model = build(next(name for name in models if name in PRESETS), load_results(folder))
+    model = build(models[0], load_results(folder))
+    if not (model.decode_correction.points or model.prefill_correction.points):
+        return  # no figures of this GPU, or too few
     table = Table("whole steps", "predicted", "points", "median error", "worst")
     for row in step_errors(model):
         table.add_row(*row)
