@@ -1,0 +1,212 @@
+"""Pages of any number of source ranks arrive in those of any number of ranks, and nowhere else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.engine.kv_staging import KvStaging
+from antiphon.kv_transfer.endpoint import EndpointSettings, KvEndpoint
+from antiphon.kv_transfer.handshake import check_peer
+from antiphon.kv_transfer.in_process import InProcessNetwork
+from antiphon.kv_transfer.plan import Shard
+from antiphon.kv_transfer.ranks import PeerLife
+from antiphon.kv_transfer.staging import SlotRange
+from antiphon.kv_transfer.step_fences import StepFences
+from antiphon.model.config import GptOssConfig
+from antiphon.protocol.codec import decode
+from antiphon.protocol.errors import HandshakeError
+from antiphon.protocol.identity import KvFingerprint
+from antiphon.protocol.messages import KvHello, MemoryRegion, RankMemory, WriteDone
+from antiphon.protocol.rank_messages import ShipOrder, StepMark
+
+SHAPE = GptOssConfig(
+    num_hidden_layers=4,
+    num_experts=8,
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    head_dim=8,
+    sliding_window=32,
+)
+PAGES, PAGE, GROUPS = 6, 16, 2
+FULL = tuple((page, (page * 5 + 2) % PAGES) for page in range(PAGES - 1))
+SLIDING = ((4, 1), (5, 3))
+UNTOUCHED = 77.0
+
+
+class Worker:
+    """All ranks of one worker; ``heard`` are the landed and notified writes, from whichever rank."""
+
+    def __init__(self, network: InProcessNetwork, name: str, epoch: int, ranks: int, slots: int) -> None:
+        self.life = PeerLife(name, epoch)
+        self.heard: list[bytes] = []
+        self.failures: list[BaseException] = []
+        self.caches, self.endpoints = [], []
+        for rank in range(ranks):
+            cache = PagedKvCache(
+                SHAPE,
+                full_pages=PAGES,
+                sliding_pages=PAGES,
+                page_size=PAGE,
+                dtype=torch.float32,
+                kv_heads=SHAPE.num_key_value_heads // ranks,
+            )
+            endpoint = KvEndpoint(
+                EndpointSettings(name, epoch, cache.fingerprint("m", ""), GROUPS, write_timeout_s=5.0),
+                Shard(ranks, rank),
+                cache,
+                StepFences(),
+                staging=KvStaging(cache, slots, 2**15) if slots else None,
+                on_notification=lambda sender, payload: self.heard.append(payload),
+                on_landed=lambda sender, payload: self.heard.append(payload),
+                on_failure=self.failures.append,
+                transport_factory=network.transport,
+            )
+            self.caches.append(cache)
+            self.endpoints.append(endpoint)
+        self.memories = [endpoint.start() for endpoint in self.endpoints]
+
+    def whole(self, group: str) -> Tensor:
+        """[page, layer, every head, K|V, token, dim]."""
+        return torch.cat([cache.memory(group) for cache in self.caches], dim=2)
+
+    def fill(self, group: str, value: Tensor | float) -> None:
+        heads = SHAPE.num_key_value_heads // len(self.caches)
+        for rank, cache in enumerate(self.caches):
+            mine = value[:, :, rank * heads : (rank + 1) * heads] if isinstance(value, Tensor) else value
+            cache.memory(group)[:PAGES].copy_(torch.as_tensor(mine))
+
+    def connect(self, peer: Worker, slots: SlotRange | None) -> None:
+        for endpoint in self.endpoints:
+            endpoint.connect(peer.life, len(peer.endpoints), peer.memories, slots).result(5)
+
+
+Make = Callable[[str, int, int, int], Worker]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    network, made = InProcessNetwork(max_delay_polls=3), []
+
+    def worker(name: str, epoch: int, ranks: int, slots: int) -> Worker:
+        made.append(Worker(network, name, epoch, ranks, slots))
+        return made[-1]
+
+    yield worker
+    for each in made:
+        for endpoint in each.endpoints:
+            endpoint.stop()
+        assert not each.failures
+    assert "kv-transfer" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("slots", [0, 2], ids=["direct", "staged"])
+@pytest.mark.parametrize(
+    ("sources", "targets"), [(1, 8), (8, 1), (2, 8), (8, 2), (8, 4), (4, 8), (8, 8), (2, 4), (4, 1)]
+)
+def test_every_head_arrives_in_its_place(sources: int, targets: int, slots: int, make: Make) -> None:
+    source, target = make("p", 1, sources, slots), make("d", 2, targets, slots)
+    generator = torch.Generator().manual_seed(sources * 10 + targets)
+    expected = {}
+    for group, pairs in (("full", FULL), ("sliding", SLIDING)):
+        content = torch.randn(source.whole(group)[:PAGES].shape, generator=generator)
+        source.fill(group, content)
+        target.fill(group, UNTOUCHED)
+        expected[group] = torch.full_like(content, UNTOUCHED)
+        for mine, theirs in pairs:
+            expected[group][theirs] = content[mine]
+    source.connect(target, SlotRange(0, slots) if slots else None)
+    target.connect(source, None)
+    shipped = []
+    for group in range(GROUPS):
+        order = ShipOrder("r", 1, 2, 0, group, FULL, SLIDING, StepMark(0, 0))
+        shipped += [endpoint.ship(target.life, order) for endpoint in source.endpoints]
+    sizes = [each.result(20).size_bytes for each in shipped]
+    for group, content in expected.items():
+        assert torch.equal(target.whole(group)[:PAGES], content)
+    page = source.whole("full")[0].nbytes
+    assert sum(sizes) == (len(FULL) + len(SLIDING)) * page, "every byte is sent by one rank"
+    deadline = time.monotonic() + 5
+    while len(done := written(target)) < GROUPS * sources and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert done == {(rank, group) for rank in range(sources) for group in range(GROUPS)}
+
+
+def written(worker: Worker) -> set[tuple[int, int]]:
+    """(source rank, layer group) of every write that is complete, all of its parts together."""
+    parts: dict[tuple[int, int], set[int]] = {}
+    wanted: dict[tuple[int, int], int] = {}
+    for payload in list(worker.heard):
+        message = decode(payload)
+        assert isinstance(message, WriteDone)
+        key = message.key.source_rank, message.key.layer_group
+        parts.setdefault(key, set()).add(message.part)
+        wanted[key] = message.parts
+    return {key for key, seen in parts.items() if len(seen) == wanted[key]}
+
+
+MINE = KvFingerprint(2, "m", "", "bfloat16", 64, 2, 2, 8, 64, 128, "layers, heads")
+
+
+def hello(fingerprint: KvFingerprint = MINE, ranks: int = 2, described: int = 2, **memory: object) -> KvHello:
+    each = 2 * 4 * 2 * 64 * 64 * 2
+    regions = tuple(MemoryRegion(group, 0, 4, each, "DRAM", 0) for group in ("full", "sliding"))
+    memories = tuple(
+        replace_struct(RankMemory(rank, f"p/1/{rank}", b"", regions), **memory) for rank in range(described)
+    )
+    return KvHello("p", 1, fingerprint, ranks, memories)
+
+
+def replace_struct(memory: RankMemory, **changes: object) -> RankMemory:
+    fields = {name: getattr(memory, name) for name in memory.__struct_fields__}
+    return RankMemory(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("field", "theirs"),
+    [
+        ("protocol_version", 1),
+        ("model", "another"),
+        ("revision", "v2"),
+        ("kv_dtype", "float32"),
+        ("page_size_tokens", 16),
+        ("full_layers", 3),
+        ("sliding_layers", 1),
+        ("kv_heads", 4),
+        ("head_dim", 128),
+        ("window_tokens", 64),
+        ("layout", "heads, layers"),
+    ],
+)
+def test_a_peer_whose_kv_means_something_else_is_refused_with_both_values(field: str, theirs: object) -> None:
+    fields = {name: getattr(MINE, name) for name in MINE.__struct_fields__}
+    other = KvFingerprint(**{**fields, field: theirs})
+    with pytest.raises(HandshakeError) as refused:
+        check_peer(MINE, hello(other))
+    assert str(refused.value) == f"{field}: {fields[field]!r} here, {theirs!r} at the peer"
+
+
+def test_a_peer_that_describes_other_memory_than_it_must_have_is_refused() -> None:
+    assert [rank.agent_name for rank in check_peer(MINE, hello()).ranks] == ["p/1/0", "p/1/1"]
+    with pytest.raises(HandshakeError, match=r"p has 4 ranks and describes \[0, 1\]"):
+        check_peer(MINE, hello(ranks=4))
+    with pytest.raises(HandshakeError, match=r"65536 bytes there, 131072 by the fingerprint"):
+        check_peer(MINE, with_pages(65536))
+    with pytest.raises(HandshakeError, match="rank 0 registered no sliding pages"):
+        check_peer(MINE, hello(regions=(MemoryRegion("full", 0, 4, 2 * 4 * 2 * 64 * 64 * 2, "DRAM", 0),)))
+    with pytest.raises(HandshakeError, match="a transfer agent is named q/9/0, not p/1/0"):
+        check_peer(MINE, hello(agent_name="q/9/0"))
+
+
+def with_pages(size: int) -> KvHello:
+    regions = tuple(MemoryRegion(group, 0, 4, size, "DRAM", 0) for group in ("full", "sliding"))
+    return hello(regions=regions)
