@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels import reference
+from antiphon.kernels.dense import fp8_projection
+from antiphon.kernels.dense.fp8_projection import Fp8Projection
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.checkpoint.load import fill
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.config import GptOssConfig, preset
-from antiphon.model.cuda_roads import Road
+from antiphon.model.cuda_roads import ChunkChoices, Road
 from antiphon.model.cuda_transformer import CudaTransformer
 from antiphon.model.forward import ForwardBatch, LanguageModel
 from antiphon.model.transformer import Transformer
@@ -129,16 +131,35 @@ def rounded_activations(x: Tensor, columns: int) -> Tensor:
     return torch.cat([rounded(part, 448 / part.float().abs().amax(-1, keepdim=True)) for part in groups], -1)
 
 
-@pytest.mark.parametrize(("resident", "chunk"), [(True, 384), (False, 384), (False, 696)])
+def rounded_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The attention's projections with both operands rounded; the router's and the logits' as they are."""
+    if bias is None or weight.shape[0] not in (5120, 2880):
+        return torch.nn.functional.linear(x, weight, bias)
+    matrix = Fp8Projection.from_weight(weight, bias).widen()
+    return torch.nn.functional.linear(rounded_activations(x, 128), matrix.to(x.dtype), bias)
+
+
+@pytest.mark.parametrize(
+    ("resident", "chunk", "choices"),
+    [
+        (True, 384, ChunkChoices()),
+        (True, 384, ChunkChoices(expert_tile=128)),
+        (True, 384, ChunkChoices(fp8_projections=True)),
+        (False, 384, ChunkChoices()),
+        (False, 696, ChunkChoices()),
+        (False, 696, ChunkChoices(expert_tile=256, widening_warps=True)),
+    ],
+)
 def test_long_chunks_lose_what_e4m3_operands_lose(
-    resident: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+    resident: bool, chunk: int, choices: ChunkChoices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A random model amplifies any rounding: the yardstick is the plain one with the same roundings."""
     config = four_layers("gpt-oss-20b")
     prompts = tokens(1, 696)
     exact = teacher_forced(plain(config, torch.float32), prompts, 696, 696, torch.float32)
     parameters = synthesize_parameters(config, 0, "cuda")
-    model = CudaTransformer(config, parameters, road=Road.HOPPER, resident_fp8=resident)
+    monkeypatch.setattr(fp8_projection, "MIN_TOKENS", chunk // 2)
+    model = CudaTransformer(config, parameters, road=Road.HOPPER, resident_fp8=resident, chunks=choices)
     same, error = agreement(teacher_forced(model, prompts, chunk, 696, torch.bfloat16), exact)
     plain_moe, plain_swiglu = reference.moe, reference.swiglu
     columns = 128 if resident else config.hidden_size
@@ -151,9 +172,11 @@ def test_long_chunks_lose_what_e4m3_operands_lose(
 
     monkeypatch.setattr(reference, "moe", moe)
     monkeypatch.setattr(reference, "swiglu", swiglu)
+    if choices.fp8_projections:
+        monkeypatch.setattr(reference, "linear", rounded_linear)
     yardstick = teacher_forced(plain(config, torch.bfloat16), prompts, 696, 696, torch.bfloat16)
     same_plain, error_plain = agreement(yardstick, exact)
-    print(f"FP8 {resident=} {chunk=}: argmax equal at {same:.4f}, error {error:.4f}")
+    print(f"FP8 {resident=} {chunk=} {choices}: argmax equal at {same:.4f}, error {error:.4f}")
     print(f"  plain bf16 with e4m3 operands: {same_plain:.4f}, {error_plain:.4f}")
     assert error <= 1.2 * error_plain
     assert same >= same_plain - 0.05
