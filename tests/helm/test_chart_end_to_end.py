@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,11 @@ def test_pods_wait_for_their_processes_until_the_supervisor_has_drained(
     service: tuple[str, subprocess.Popen[str]], ray_nodes: tuple[str, psutil.Process], tmp_path: Path
 ) -> None:
     url, supervisor = service
-    nodes = ray_nodes[1].children(recursive=True)
-    titles = {p.pid: (p.cmdline() or [""])[0] for p in nodes if p.status() != psutil.STATUS_ZOMBIE}
+    titles: dict[int, str] = {}
+    for process in ray_nodes[1].children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            # While an actor runs a method, its title ends with the method's name.
+            titles[process.pid] = (process.cmdline() or [""])[0].split(".")[0]
     names = {"ray::PrefillActor", "ray::DecodeActor", "ray::RouterActor"}
     assert names <= set(titles.values())
     # A pod sees its own processes only.
@@ -152,11 +156,11 @@ def test_pods_wait_for_their_processes_until_the_supervisor_has_drained(
     began = time.monotonic()
     assert script("wait_drained.py", "--limit-s=1", f"--proc={tmp_path}").returncode == 0
     assert time.monotonic() - began >= 1
-    idle = script("wait_drained.py", "--limit-s=30", f"--proc={tmp_path}", f"--metrics-url={url}/metrics")
+    idle = script("wait_drained.py", "--limit-s=100", f"--proc={tmp_path}", f"--metrics-url={url}/metrics")
     assert idle.returncode == 0
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 90
     supervisor.send_signal(signal.SIGTERM)
     began = time.monotonic()
-    assert script("wait_drained.py", "--limit-s=60", f"--proc={tmp_path}").returncode == 0
-    assert time.monotonic() - began < 40
-    assert supervisor.wait(timeout=40) == 0
+    assert script("wait_drained.py", "--limit-s=100", f"--proc={tmp_path}").returncode == 0
+    assert time.monotonic() - began < 90
+    assert supervisor.wait(timeout=120) == 0
