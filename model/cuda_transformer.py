@@ -75,7 +75,7 @@ class CudaTransformer:
             load_libraries()
         elif converted is not None or chunks is not None:
             raise ValueError(f"converted experts and choices are of no use to the {self.road} road")
-        chunks = chunks or ChunkChoices()
+        self.chunks = chunks = chunks or ChunkChoices()
         tensors = collect_parameters(parameters, self.device, skip_unembedding=not with_unembedding)
         self._embedding = tensors.pop("embedding.weight")
         self._norm = tensors.pop("norm.scale").bfloat16()
@@ -105,6 +105,7 @@ class CudaTransformer:
         if not isinstance(self._experts, HopperExpertLayers):
             raise ValueError(f"a model on the {self.road} road has one way to multiply")
         twin = copy(self)
+        twin.chunks = chunks
         twin._experts = self._experts.sharing(resident_fp8, chunks)
         twin._attention = AttentionBlock(self.config, self.device, self.road)
         twin._layers = [

@@ -21,6 +21,7 @@ from antiphon.engine.settings import EngineSettings
 from antiphon.engine.step_memory import StepMemory
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.config import preset
+from antiphon.model.cuda_roads import ChunkChoices
 from antiphon.model.cuda_transformer import CudaTransformer
 
 pytestmark = [
@@ -30,15 +31,23 @@ pytestmark = [
 PAGE = 64
 PAGES = 40
 SIZES = (64, 256, 512, 1024)
-MODELS = [("gpt-oss-20b", True), ("gpt-oss-20b", False), ("gpt-oss-120b", False)]
-"""Shape, and whether FP8 experts are resident: every road of the experts, streamed ones for small sizes."""
+MODELS = {
+    "20b-resident": ("gpt-oss-20b", True, None),
+    "20b-widened": ("gpt-oss-20b", False, None),
+    "120b-widened": ("gpt-oss-120b", False, None),
+    "20b-resident-128": ("gpt-oss-20b", True, ChunkChoices(expert_tile=128)),
+    "20b-apart": ("gpt-oss-20b", False, ChunkChoices(fp8_projections=True, widening_warps=True)),
+}
+"""Shape, whether FP8 experts are resident, and choices: every road of chunks, streamed for small sizes."""
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=["20b-resident", "20b-widened", "120b-widened"])
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
 def model(request: pytest.FixtureRequest) -> Iterator[CudaTransformer]:
-    shape, resident = request.param
+    shape, resident, choices = request.param
     config = replace(preset(shape), num_hidden_layers=4)
-    made = CudaTransformer(config, synthesize_parameters(config, 0, "cuda"), resident_fp8=resident)
+    made = CudaTransformer(
+        config, synthesize_parameters(config, 0, "cuda"), resident_fp8=resident, chunks=choices
+    )
     yield made
     del made
     torch.cuda.empty_cache()
@@ -201,7 +210,8 @@ def test_padding_moves_results_by_what_rounding_does(model: CudaTransformer) -> 
     one, other = chunks.cache.layer(0).float(), padded[1][:, 0].float()
     first = ((one - other).norm() / one.norm()).item()
     print(f"of the first layer: {first:.1e}")
-    assert first <= 0.005
+    # What is padded to 1024 takes FP8 projections, where there are some, and 700 tokens do not.
+    assert first <= (4e-2 if model.chunks.fp8_projections else 0.005)
 
 
 def test_a_longer_eager_chunk_between_two_replays_changes_nothing(model: CudaTransformer) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.kernels.moe.mixed import MixedWorkspace, RowExponents, route
+from antiphon.kernels.moe.mixed import MixedWorkspace, RowExponents, choose_tile, route
 from antiphon.kernels.moe.streamed import DIM, pack_matrix
 from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
 
@@ -101,3 +101,11 @@ def test_a_tile_that_no_kernel_is_built_for_is_refused_before_a_launch() -> None
     ids, unused = torch.zeros(1, 4, dtype=torch.int64), cast(MixedWorkspace, None)
     with pytest.raises(ValueError, match="tiles of 16 tokens"):
         route(ids, unused, 16)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "tile"),
+    [(256, 128, 32), (1024, 128, 48), (2048, 128, 64), (512, 32, 64), (1024, 32, 256), (8192, 128, 256)],
+)
+def test_tiles_are_those_that_were_measured_to_be_the_fastest(tokens: int, experts: int, tile: int) -> None:
+    assert choose_tile(tokens, experts) == tile
