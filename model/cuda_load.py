@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import torch
@@ -14,8 +13,6 @@ from antiphon.model.cuda_roads import ChunkChoices, Road, choose_road, load_libr
 from antiphon.model.cuda_transformer import CudaTransformer
 from antiphon.model.weight_cache.load_experts import load_experts
 from antiphon.model.weight_cache.store import WeightCache
-
-_log = logging.getLogger(__name__)
 
 EXPERT_KINDS = frozenset({TensorKind.EXPERT_MATRIX, TensorKind.EXPERT_SCALE, TensorKind.EXPERT_BIAS})
 
@@ -46,7 +43,6 @@ def load_cuda_model(
         load_libraries()  # what is missing should be said before minutes were spent
         every = range(index.config.num_experts)
         loaded = load_experts(index, every, device, resident_fp8=resident_fp8, cache=weight_cache)
-        _log.info("experts: %s", loaded.origin)
         converted, skip = loaded.layers, skip | EXPERT_KINDS
     return CudaTransformer(
         *(index.config, read_parameters(index, skip, device), device, with_unembedding),

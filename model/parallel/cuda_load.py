@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import torch
@@ -19,8 +18,6 @@ from antiphon.model.parallel.peer_memory import FusedReduce
 from antiphon.model.parallel.reduce_limits import limits_of
 from antiphon.model.weight_cache.load_experts import load_experts
 from antiphon.model.weight_cache.store import WeightCache
-
-_log = logging.getLogger(__name__)
 
 
 def load_cuda_rank(
@@ -60,7 +57,6 @@ def load_cuda_rank(
     if takes_hopper_experts(index.config, layout, device):
         held = layout.shape(index.config).experts
         loaded = load_experts(index, held, device, resident_fp8=resident_fp8, cache=weight_cache)
-        _log.info("experts %d to %d: %s", held.start, held.stop - 1, loaded.origin)
         converted, skip = loaded.layers, skip | EXPERT_KINDS
     return CudaRankTransformer(
         *(index.config, layout, communicator, read_shard(index, layout, skip, device), device),

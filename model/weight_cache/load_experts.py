@@ -7,8 +7,10 @@ correctness: the checkpoint is what counts.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -84,6 +86,20 @@ def load_experts(
         CheckpointError: the checkpoint cannot be read.
         ValueError: its shapes are not those that the Hopper kernels are made for.
     """
+    begin = time.perf_counter()
+    loaded = _load(index, experts, device, resident_fp8, cache)
+    seconds = time.perf_counter() - begin
+    _log.info("experts %d to %d: %s in %.1f s", experts.start, experts.stop - 1, loaded.origin, seconds)
+    return loaded
+
+
+def _load(
+    index: CheckpointIndex,
+    experts: range,
+    device: torch.device,
+    resident_fp8: bool,
+    cache: WeightCache | None,
+) -> LoadedExperts:
     if cache is None:
         return LoadedExperts(list(_convert(index, experts, device, resident_fp8)), Origin.CONVERTED)
     files = _parts(index, experts, resident_fp8, cache)
@@ -118,13 +134,13 @@ def _read(
     try:
         for part in files:
             cache.used(part.path)
-        tensors = read_weight_file(path, files[0].forms, device)
-        streamed = list(parts.streamed_layers(tensors, layers))
+        with closing(read_weight_file(path, files[0].forms, device)) as tensors:
+            streamed = list(parts.streamed_layers(tensors, layers))
         if len(files) == 1:
             return [ConvertedExperts(experts, exponents, None) for experts, exponents in streamed]
         path = files[1].path
-        tensors = read_weight_file(path, files[1].forms, device)
-        tiles = parts.fp8_layers(tensors, streamed)
+        with closing(read_weight_file(path, files[1].forms, device)) as tensors:
+            tiles = list(parts.fp8_layers(tensors, streamed))
         return [
             ConvertedExperts(experts, exponents, fp8)
             for (experts, exponents), fp8 in zip(streamed, tiles, strict=True)

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,10 +192,12 @@ def remove_abandoned(partial: Path) -> bool:
     return True
 
 
-def read_weight_file(path: Path, forms: Iterable[TensorForm], device: torch.device) -> Iterator[Tensor]:
+def read_weight_file(
+    path: Path, forms: Iterable[TensorForm], device: torch.device
+) -> Generator[Tensor, None, None]:
     """The tensors of a file, straight onto a device; each was checked when it is given.
 
-    The next ones are being read while one is used.
+    The next ones are being read while one is used; closing the generator ends that.
 
     Raises:
         DamagedCacheError: the file holds something else, or a tensor's bytes are not what was written.
