@@ -1,8 +1,9 @@
 """What an H200 is needed for to say how workers start and that kernels touch no other memory, in one go.
 
-Builds the kernels, runs the tests of converted weights, times loads of gpt-oss-20b with and without FP8
-experts and of gpt-oss-120b, and runs every kernel under compute-sanitizer. Each part is a process with a
-limit of its own; ends with 1 if any part did, and by ten minutes in any case.
+Builds the kernels, runs the tests of converted weights, of kernels built ahead and of what decode steps read,
+times loads of gpt-oss-20b with and without FP8 experts and of gpt-oss-120b, and runs every kernel under
+compute-sanitizer. Each part is a process with a limit of its own; ends with 1 if any part did, and by ten
+minutes in any case.
 
     python -m antiphon.benchmarks.start_up --out results [--scratch /dev/shm]
 
@@ -23,7 +24,10 @@ from antiphon.benchmarks.parts import Part, build_kernels, module, run, run_all
 
 ROOT = Path(__file__).resolve().parents[1]
 SANITIZER = ROOT / "tests" / "gpu" / "sanitizer" / "run_sanitizer.py"
-TESTS = ROOT / "tests" / "gpu" / "test_weight_cache_cuda.py"
+TESTS = tuple(
+    ROOT / "tests" / "gpu" / f"test_{name}.py"
+    for name in ("weight_cache_cuda", "built_ahead", "decode_attention", "router_cuda")
+)
 
 
 def load_part(name: str, scratch: Path, out: Path, *options: str, limit_s: float) -> Part:
@@ -36,7 +40,7 @@ def parts(scratch: Path, out: Path) -> list[Part]:
     """All but the build and the largest model, in the order in which they are run."""
     cache = ("--cache", str(scratch / "converted"))
     return [
-        Part("tests of converted weights", ("-m", "pytest", "-q", "-m", "gpu", str(TESTS)), 90),
+        Part("tests", ("-m", "pytest", "-q", "-m", "gpu", *map(str, TESTS)), 200),
         load_part("gpt-oss-20b", scratch, out, "--repeats", "2", limit_s=120),
         load_part("gpt-oss-20b", scratch, out, "--repeats", "2", "--resident-fp8", *cache, limit_s=120),
         Part("sanitizer", (str(SANITIZER),), 300),
