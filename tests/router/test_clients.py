@@ -17,7 +17,7 @@ from antiphon.router.served_model import ServedModel
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def slow_workers(text: str = "x" * 300) -> ScriptedGateway:
+def slow_workers(text: str = "x" * 3000) -> ScriptedGateway:
     workers = ScriptedGateway(lambda _: byte_answer((CONTENT, text)))
     workers.step_s = 0.01
     return workers
@@ -39,7 +39,7 @@ async def test_disconnect_while_decoding_aborts(deploy, until, stream):
     request = asyncio.create_task(deployment.chat(stream=stream))
     await until(lambda: workers.workers["d0"].batches > 3)
     request.cancel()
-    await until(lambda: aborts(workers, "d0"), seconds=1)
+    await until(lambda: aborts(workers, "d0"), seconds=10)
     assert not workers.workers["d0"].requests
     await until(lambda: not deployment.server.open_requests)
     assert await deployment.metric("client_disconnects_total", stage="decoding") == 1
@@ -53,7 +53,7 @@ async def test_disconnect_while_prefilling_aborts_both_legs(deploy, until, strea
     request = asyncio.create_task(deployment.chat(stream=stream))
     await until(lambda: workers.workers["p0"].held)
     request.cancel()
-    await until(lambda: aborts(workers, "p0") and aborts(workers, "d0"), seconds=1)
+    await until(lambda: aborts(workers, "p0") and aborts(workers, "d0"), seconds=10)
     assert not workers.workers["p0"].held
     assert await deployment.metric("client_disconnects_total", stage="prefilling") == 1
 
