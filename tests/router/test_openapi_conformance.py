@@ -56,7 +56,7 @@ async def test_generated_requests(deploy, tmp_path: Path):
     assert process.returncode == 0, output
     cases = re.search(r"(\d+) generated", output)
     assert cases is not None, output
-    assert int(cases[1]) > 200, output  # a tenth of what an unhurried machine makes in this time
+    assert int(cases[1]) > 80, output  # a twentieth of what an unhurried machine makes in this time
     # The requests reach the workers, and not only the checks at the door.
     assert await deployment.metric("requests_total", endpoint="/v1/responses", status_code="200") >= 1
     assert await deployment.metric("requests_total", endpoint="/v1/chat/completions", status_code="200") >= 1
