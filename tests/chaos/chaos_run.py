@@ -27,6 +27,7 @@ from chaos_clients import Client, Reference, Refused, Tally, ask_reference, make
 from chaos_faults import Faults
 from chaos_report import Report, Sample, sample
 
+from antiphon.cluster import member as member_module
 from antiphon.cluster.member import MemberState
 from antiphon.cluster.process_plan import ProcessSpec, plan_processes
 from antiphon.cluster.ray_cluster import RayCluster, RayProcess
@@ -40,6 +41,8 @@ CASES = 32
 READY_S = 180.0
 SUSPICIOUS_S = 90.0
 """Requests that are open for longer are described on standard error."""
+LONGEST_BACKOFF_S = 1.0
+"""Between lives: they end on purpose here, however often in a row."""
 QUIET_S = 60.0
 """After the last fault and the last request, everything must be free and everybody ready within this."""
 
@@ -303,6 +306,7 @@ async def run(options: argparse.Namespace) -> Report:
         Role.DECODE: UnfencedDecode if options.unfenced else ChaosDecode,
         Role.ROUTER: ChaosRouter,
     }
+    member_module.LONGEST_BACKOFF_S = LONGEST_BACKOFF_S
     os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": chaos_network.DEVICE}
     with (
         chaos_network.Network(spec.worker_id for spec in specs) as network,
