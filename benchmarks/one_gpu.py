@@ -33,7 +33,7 @@ MODELS = {
     "gpt-oss-120b": ("8192:1,8,32,64", 1.0),
 }
 """Contexts and batches of decode steps, and the share of the time that is left which a model may take."""
-WAYS = ("default", "graphs", "projections", "tile-128", "own-warps", "tile-192", "all")
+WAYS = ("default", "graphs", "own-warps", "projections", "tile-128", "tile-192", "all")
 ANYWHERE = frozenset({"default", "graphs"})
 """Ways that a rehearsal on a CPU has too."""
 

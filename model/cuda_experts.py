@@ -6,7 +6,7 @@ tokens; nothing falls back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -176,7 +176,7 @@ class HopperExpertLayers:
         """
         twin = HopperExpertLayers(self._config, self._device, resident_fp8, chunks)
         for router, experts in zip(self._routers, self._layers, strict=True):
-            twin.add_converted(*router, experts)
+            twin.add_converted(*router, experts if resident_fp8 else replace(experts, fp8=None))
         return twin
 
     def reserve(self, tokens: int) -> None:

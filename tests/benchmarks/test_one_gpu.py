@@ -57,11 +57,11 @@ def test_what_has_no_time_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_model_with_one_way_refuses_another() -> None:
     bench = make_bench("tiny", torch.device("cpu"))
-    default, graphs, projections, *_ = model_choices.ways_of(resident=False)
+    default, graphs, apart, *_ = model_choices.ways_of(resident=False)
     assert model_choices.under(bench, default) is bench
     assert model_choices.under(bench, graphs) is bench
     with pytest.raises(ValueError, match="one way to multiply"):
-        model_choices.under(bench, projections)
+        model_choices.under(bench, apart)
 
 
 def test_parts_end_by_themselves_or_are_ended(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which steps take the attention's FP8 projections; the products themselves are stood in for."""
+"""Which steps take FP8 projections, and which ways layers can serve; the products are stood in for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from torch import Tensor
 
 from antiphon.kernels.dense import fp8_projection
 from antiphon.kernels.dense.fp8_projection import Fp8Projection
-from antiphon.model import cuda_attention
+from antiphon.kernels.moe.fp8_weights import Fp8Experts, Fp8Matrix
+from antiphon.kernels.moe.mixed import RowExponents
+from antiphon.kernels.moe.streamed import StreamedExperts
+from antiphon.model import cuda_attention, cuda_experts
 from antiphon.model.config import preset
+from antiphon.model.converted_experts import ConvertedExperts
 from antiphon.model.cuda_attention import AttentionBlock
+from antiphon.model.cuda_experts import HopperExpertLayers
 from antiphon.model.cuda_roads import ChunkChoices, Road
 from antiphon.model.cuda_transformer import CudaTransformer
 from antiphon.model.cuda_weights import LayerWeights, with_fp8_projections
@@ -69,3 +74,28 @@ def test_another_road_refuses_the_choice() -> None:
     config = preset("tiny")
     with pytest.raises(ValueError, match="no use to the portable road"):
         CudaTransformer(config, [], "cpu", road=Road.PORTABLE, chunks=ChunkChoices(fp8_projections=True))
+
+
+def test_layers_are_shared_by_ways_that_they_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resident tiles may be left aside, not made up."""
+    monkeypatch.setattr(cuda_experts, "MoeWorkspace", lambda *_: None)
+    byte, bias = torch.zeros(1, 1, dtype=torch.uint8), torch.zeros(1, 1)
+    matrix = Fp8Matrix(byte, torch.ones(1, 1, 4), inexact_tiles=1)
+    converted = ConvertedExperts(
+        streamed=StreamedExperts(byte, bias, byte, bias),
+        exponents=RowExponents(byte, byte, inexact_blocks=5, blocks=7),
+        fp8=Fp8Experts(matrix, bias, matrix, bias),
+    )
+    config, cpu = preset("gpt-oss-20b"), torch.device("cpu")
+    resident = HopperExpertLayers(config, cpu, True, ChunkChoices())
+    resident.add_converted(bias, bias, converted)
+    assert (resident.inexact_blocks, resident.blocks) == (2, 8)
+    widened = resident.sharing(False, ChunkChoices(widening_warps=True))
+    assert (widened.inexact_blocks, widened.blocks) == (5, 7)
+    assert resident.sharing(True, ChunkChoices(expert_tile=128)).blocks == 8
+    with pytest.raises(ValueError, match="without FP8 tiles"):
+        widened.sharing(True, ChunkChoices())
+    with pytest.raises(ValueError, match="tiles of 192 tokens"):
+        resident.sharing(True, ChunkChoices(expert_tile=192))
+    with pytest.raises(ValueError, match="no warps widen"):
+        resident.sharing(True, ChunkChoices(widening_warps=True))
