@@ -71,14 +71,14 @@ def gpu_parts(out: Path, model: str) -> tuple[Part, ...]:
         ),
         Part("steps 20b", module("rank_steps", "--parts", "steps", *quick), 75),
         Part("workers", module("worker_pair", *streams), 110),
-        Part("served demo", module("served_pair", "--model", "gpt-oss-tiny", *pair), 90),
+        Part("served demo", module("served_pair", "--model", "gpt-oss-tiny", *pair), 150),
         Part("engine", module("rank_steps", "--parts", "engine", *records), 60),
         Part("agreement 20b", module("rank_steps", "--parts", "agreement", *records), 60),
         Part("hand-off, slots of 8 MiB", slots("slot_8", "--slot-mib", "8"), 25),
         Part("hand-off, slots of 64 MiB", slots("slot_64", "--slot-mib", "64"), 25),
         Part("hand-off, pages directly", slots("direct", "--slots", "0"), 30),
         Part("synthesize 20b", ("-m", "antiphon.cluster.cli", *synthesize), 60),
-        Part("served 20b", module("served_pair", "--model", model, "--split-only", *pair), 90),
+        Part("served 20b", module("served_pair", "--model", model, "--split-only", *pair), 120),
         Part("steps 120b", module("rank_steps", "--parts", "steps", "--model", "gpt-oss-120b", *quick), 90),
         Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/model/test_parallel_nccl.py"), 60),
     )
@@ -134,8 +134,14 @@ class Log:
 
     def copy(self, source: IO[str]) -> None:
         """Every line of a process, until it and its children have closed their end."""
-        for line in source:
-            self.say(line.rstrip("\n"))
+        with source:
+            for line in source:
+                self.say(line.rstrip("\n"))
+
+    def close(self) -> None:
+        """Nothing is said any more."""
+        with self._lock:
+            self._file.close()
 
 
 def run(part: Part, deadline: float, log: Log) -> bool:
@@ -210,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ["PYTHONUNBUFFERED"] = "1"
     deadline = time.monotonic() + options.seconds
-    log = Log(options.out / "log.txt")
+    log = Log(options.out / "log.txt")  # open as long as this process: a part's child may still speak
     good = True
     if options.device == "cuda":
         begin = time.monotonic()
