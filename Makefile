@@ -21,7 +21,7 @@ STAMP := $(VENV)/.installed-$(SETUP_ID)
 CLIENTS_ID := $(shell { cat requirements/clients.txt; echo '$(SETUP_ID)'; } | sha256sum | cut -c1-16)
 CLIENTS_STAMP := $(VENV)/.clients-$(CLIENTS_ID)
 
-.PHONY: help setup serve check test test-gpu sanitize-gpu bench chaos soak docs lock clean
+.PHONY: help setup serve check test test-gpu sanitize-gpu sanitize-host bench chaos soak docs lock clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -63,6 +63,12 @@ test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## The tests that ne
 
 sanitize-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## Every kernel under compute-sanitizer, on an H200
 	PYTHONPATH=src $(PY) tests/gpu/sanitizer/run_sanitizer.py $(SANITIZER_ARGS)
+
+# Leaks are Python's; the compiler's library must come before Python's own memory.
+sanitize-host: $(STAMP) ## CUDA kernels compiled for this machine, under AddressSanitizer
+	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+	  ANTIPHON_ON_HOST_OPTIONS="-fsanitize=address -g" OMP_NUM_THREADS=1 \
+	  $(PY) -m pytest -p no:cacheprovider --timeout 900 tests/kernels/*on_host.py $(PYTEST_ARGS)
 
 bench: $(STAMP) ## Measure the deployment on this machine
 	$(PY) -m antiphon.benchmarks.local_deployment --config $(CONFIG)

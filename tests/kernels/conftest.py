@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -48,12 +49,16 @@ def _cuda_headers() -> Path | None:
 def compile_for_host(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[Sequence[str]], HostLibrary]:
-    """Compiles sources, named from ``kernels/``; skips the test where that cannot be done."""
+    """Compiles sources, named from ``kernels/``; skips the test where that cannot be done.
+
+    ANTIPHON_ON_HOST_OPTIONS are further options of the compiler, such as those of a sanitizer.
+    """
     headers = _cuda_headers()
     if headers is None or shutil.which("g++") is None:
         pytest.skip("needs g++ and CUDA's headers")
     folder = tmp_path_factory.mktemp("on_host")
     host = HERE / "on_host" / "cuda_on_host.h"
+    options = os.environ.get("ANTIPHON_ON_HOST_OPTIONS", "").split()
 
     def compiled(sources: Sequence[str]) -> HostLibrary:
         objects = []
@@ -61,10 +66,11 @@ def compile_for_host(
             target = folder / f"{Path(source).stem}.o"
             command = ["g++", "-x", "c++", "-std=c++20", "-O1", "-fPIC", "-w", "-c", str(KERNELS / source)]
             command += ["-I", str(headers), "-I", str(headers / "cccl"), f'-DANTIPHON_ON_HOST="{host}"']
+            command += options
             subprocess.run([*command, "-o", str(target)], check=True)
             objects.append(str(target))
         library = folder / f"{Path(sources[0]).stem}.so"
-        subprocess.run(["g++", "-shared", "-pthread", *objects, "-o", str(library)], check=True)
+        subprocess.run(["g++", "-shared", "-pthread", *options, *objects, "-o", str(library)], check=True)
         return HostLibrary(ctypes.CDLL(str(library)))
 
     return compiled
