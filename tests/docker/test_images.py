@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from fnmatch import fnmatch
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +112,10 @@ def test_what_is_copied_is_there_and_not_ignored(image: str) -> None:
 @pytest.mark.parametrize("image", IMAGES)
 def test_a_lock_has_everything_at_the_tested_version(image: str) -> None:
     packages = lock(image)
-    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wanted = [*metadata["project"]["dependencies"], *metadata["build-system"]["requires"]]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
     if image == "worker":
-        wanted += metadata["project"]["optional-dependencies"]["worker"]
+        wanted += project["project"]["optional-dependencies"]["worker"]
     for text in wanted:
         requirement = Requirement(text)
         version, _ = packages[canonicalize_name(requirement.name)]
@@ -135,6 +136,31 @@ def test_the_router_has_no_torch() -> None:
     assert "aiohttp" in packages, "Ray's agent answers health checks only with its optional packages"
     heavy = ("torch", "triton", "numpy", "nixl", "nvidia-", "transformers")
     assert not [name for name in packages if name.startswith(heavy)]
+
+
+NOT_HERE_BYTES = 6e6
+"""What a package counts as that the tested environment lacks: one of Ray's extras, of a few MB at most."""
+
+
+def installed_bytes(name: str, version: str) -> float:
+    """What a package of exactly this version takes, without what Python compiles by itself."""
+    try:
+        distribution = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return NOT_HERE_BYTES
+    assert distribution.version == version, name
+    assert distribution.files, name
+    files = (Path(str(file.locate())) for file in distribution.files if file.suffix != ".pyc")
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
+def test_what_the_router_image_installs_is_small() -> None:
+    """``docker/check_router_install.py`` measures a real installation; this needs no network."""
+    sizes = {name: installed_bytes(name, version) for name, (version, _) in lock("router").items()}
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:5]
+    assert sizes["ray"] > 50e6, "nothing was measured"
+    assert list(sizes.values()).count(NOT_HERE_BYTES) < 20
+    assert sum(sizes.values()) <= 450e6, largest
 
 
 def test_ray_and_python_are_the_same_everywhere() -> None:
