@@ -55,6 +55,8 @@ def test_every_deployment_that_comes_with_the_project_fits(capsys: pytest.Captur
     assert "gpt-oss-tiny (ships with the project)" in printed
     assert "decode   EP4 TP4      4" in printed
     assert "8 GPUs of 139 GiB: prefill-0 (4 ranks), decode-0 (4 ranks), router-0" in printed
+    assert "prefill.expert_parallel: false with tensor_parallel 4: experts that are split" in printed
+    assert "decode.expert_parallel: false" not in printed
 
 
 def test_what_a_cpu_rank_takes_is_what_it_then_holds() -> None:
