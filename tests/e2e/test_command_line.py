@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -191,12 +192,21 @@ def service(config_file: Path, private_home: Path) -> Iterator[Service]:
     running.close()
 
 
+def title(process: psutil.Process) -> str:
+    """A process's name and the first word of its command; nothing of one that has just ended."""
+    try:
+        return " ".join([process.name(), *process.cmdline()[:1]])
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def shared_memory_of(processes: list[psutil.Process]) -> set[str]:
     """Files of /dev/shm that processes have mapped."""
     found = set()
     for process in processes:
-        maps = Path(f"/proc/{process.pid}/maps").read_text()
-        found |= {line.split()[5] for line in maps.splitlines() if " /dev/shm/" in line}
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            found |= {line.split()[5] for line in maps.splitlines() if " /dev/shm/" in line}
     return found
 
 
@@ -223,7 +233,7 @@ def test_ctrl_c_leaves_nothing_behind(service: Service, private_home: Path) -> N
 
 def test_sigterm_while_it_starts_leaves_nothing_behind(service: Service, private_home: Path) -> None:
     deadline = time.monotonic() + 90
-    while not any("raylet" in p.name() for p in service.family()):
+    while not any("raylet" in title(p) for p in service.family()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     family = service.family()
@@ -239,7 +249,7 @@ def test_killing_the_supervisor_ends_all_workers_and_the_next_start_tidies_up(
     try:
         first.wait_ready()
         # Ray's two agents notice by themselves, but report to a dead cluster for a minute before they exit.
-        family = [p for p in first.family() if not p.cmdline()[:1][0].endswith("Agent")]
+        family = [p for p in first.family() if not title(p).endswith("Agent")]
         assert len(family) >= 6
         first.process.kill()
         _, alive = psutil.wait_procs(family, timeout=90)

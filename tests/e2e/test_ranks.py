@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from actor_processes import actor_processes
 from greedy_reference import Reference, make_cases
 from token_client import Workers, running_workers
 
@@ -20,15 +21,8 @@ CASES = make_cases((1, 65, 300), max_tokens=16)
 
 
 def rank_processes() -> list[psutil.Process]:
-    """Ranks other than 0 of every worker; Ray names a process after its actor."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::RankActor"):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    """Ranks other than 0 of every worker."""
+    return actor_processes("RankActor", psutil.Process().children(recursive=True))
 
 
 def over_two_ranks(pool: WorkerConfig, *, experts: bool) -> WorkerConfig:
@@ -57,7 +51,7 @@ async def test_two_ranks_each_say_what_one_says_and_a_killed_rank_is_replaced_wi
         assert len(before) == 2
         epochs = workers.epochs()
         before[0].kill()
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 150
         while len(after := workers.epochs()) < 2 or after == epochs:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)

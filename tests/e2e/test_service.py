@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from typing import Literal
 
 import httpx
@@ -16,6 +17,7 @@ import psutil
 import pydantic
 import pytest
 import pytest_asyncio
+from actor_processes import pid_of_one
 
 from antiphon.cluster.deployment import Deployment, deploy
 from antiphon.cluster.resolution import resolve_deployment
@@ -72,12 +74,15 @@ async def idle(deployment: Deployment) -> None:
 
 
 def pid_of(actor: str) -> int:
-    """The process of a role's actor, by the title that Ray gives it, in the deployment under test."""
-    own = [child for child in psutil.Process().children() if "antiphon.cluster.cli" not in child.cmdline()]
-    family = [process for child in own for process in (child, *child.children(recursive=True))]
-    found = [process.pid for process in family if process.cmdline()[:1] == [f"ray::{actor}"]]
-    assert len(found) == 1, f"{actor}: {found}"
-    return found[0]
+    """The process of a role's actor in the deployment under test, which this process itself has started."""
+
+    def family() -> Iterator[psutil.Process]:
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                if "antiphon.cluster.cli" not in child.cmdline():
+                    yield from (child, *child.children(recursive=True))
+
+    return pid_of_one(actor, family)
 
 
 async def test_the_openai_sdk_lists_the_model(sdk: openai.AsyncOpenAI) -> None:
