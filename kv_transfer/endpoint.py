@@ -107,6 +107,8 @@ class KvEndpoint:
         self._slots: dict[PeerLife, SlotRange] = {}
         self._probe = ProbePages(self._layouts, shard, pages, settings.epoch)
         self._arrivals = arrivals
+        self._endings: dict[PeerLife, list[_Ending]] = {}
+        """Ends of a writer's connections that are waited for; used on the transfer thread only."""
         self._peers: dict[PeerLife, PeerKv] = {}
         self._memory: RankMemory | None = None
         self._local: RankPages | None = None
@@ -238,27 +240,35 @@ class KvEndpoint:
     def _end_arrivals(self, writer: PeerLife, *, for_good: bool) -> Future[None]:
         ended: Future[None] = Future()
         receiver = self._receiver
-        severed = False
-        look_again_at = 0.0
+        ending = _Ending()
+
+        def begin() -> None:
+            self._endings.setdefault(writer, []).append(ending)
+            if receiver is not None:
+                receiver.shut_out(writer)
 
         def quiet() -> bool:
             """Once its connections are closed, and one more turn has taken what had come over them."""
-            nonlocal severed, look_again_at
-            if severed:
+            if ending.severed:
                 return receiver is None or receiver.quiet(writer)
             now = time.monotonic()
-            if now >= look_again_at:  # finding sockets takes longer than a turn
-                severed = self._arrivals.sever((writer.worker_id, writer.epoch))
-                look_again_at = now + SEVER_POLL_S
+            if now >= ending.look_again_at:  # finding sockets takes longer than a turn
+                ending.look_again_at = now + SEVER_POLL_S
+                if self._arrivals.sever((writer.worker_id, writer.epoch)):
+                    # Of all that wait for it: once one has ended the writer connects anew, and whoever
+                    # looked again after that would end the new connection.
+                    for each in self._endings.pop(writer):
+                        each.severed = True
             return False
 
         def end() -> None:
-            if receiver is not None and not for_good:
-                receiver.let_in(writer)
+            if receiver is not None:
+                receiver.forget(writer)
+                if not for_good:
+                    receiver.let_in(writer)
             ended.set_result(None)
 
-        if receiver is not None:
-            self._transfer.soon(lambda: receiver.shut_out(writer))
+        self._transfer.soon(begin)
         self._transfer.when(quiet, end, ended.set_exception)
         return ended
 
@@ -329,6 +339,14 @@ def _started(part: T | None) -> T:
     if part is None:
         raise RuntimeError("the endpoint was not started")
     return part
+
+
+@dataclass(slots=True)
+class _Ending:
+    """One wait for the end of a writer's connections."""
+
+    severed: bool = False
+    look_again_at: float = 0.0
 
 
 def _end(future: Future[None], outcome: WriteOutcome) -> None:

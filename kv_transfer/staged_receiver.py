@@ -86,6 +86,9 @@ class StagedReceiver:
     def let_in(self, writer: PeerLife) -> None:
         """Spread again what a writer stages from here on, unless it is shut out for another reason too."""
         self._shut_out[writer] -= 1
+
+    def forget(self, writer: PeerLife) -> None:
+        """Its slots hold nothing any more that could be announced again."""
         self._landed = {k: v for k, v in self._landed.items() if PeerLife(*writer_of(k[0])) != writer}
 
     def quiet(self, writer: PeerLife) -> bool:

@@ -164,6 +164,7 @@ class NetworkArrivals:
         self.closed = threading.Event()
         self.closed.set()
         """Cleared: a severed connection takes its time to close."""
+        self.found_closed = 0
 
     def begin_claim(self) -> None: ...
 
@@ -173,9 +174,11 @@ class NetworkArrivals:
         return 0
 
     def sever(self, writer: tuple[str, int]) -> bool:
-        if self.closed.is_set():
-            self.network.sever(f"{writer[0]}/{writer[1]:x}/", self.agent)
-        return self.closed.is_set()
+        if not self.closed.is_set():
+            return False
+        self.network.sever(f"{writer[0]}/{writer[1]:x}/", self.agent)
+        self.found_closed += 1
+        return True
 
 
 class Side:
@@ -343,6 +346,24 @@ def test_what_arrives_while_a_writer_is_severed_is_not_spread(ends: Ends) -> Non
     ends.target.arrivals.closed.set()
     severed.result(5)
     assert np.array_equal(before.numpy(), ends.target.cache.memory("full").numpy())
+    ends.connect(severed=True)
+    ends.ship(0).result(20)
+    ends.ship(1).result(20)
+    ends.check()
+
+
+def test_ends_of_the_same_connections_are_found_together(ends: Ends) -> None:
+    """After the first the writer connects anew, so the others must not look again."""
+    ends.target.arrivals.closed.clear()
+    endings = [ends.target.endpoint.sever(ends.source.life)]
+    time.sleep(0.005)  # the others look at another time
+    endings += [ends.target.endpoint.sever(ends.source.life) for _ in range(2)]
+    time.sleep(0.05)
+    assert not any(ending.done() for ending in endings)
+    ends.target.arrivals.closed.set()
+    for ending in endings:
+        ending.result(5)
+    assert ends.target.arrivals.found_closed == 1
     ends.connect(severed=True)
     ends.ship(0).result(20)
     ends.ship(1).result(20)
