@@ -199,7 +199,7 @@ class _Writing:
                     layer.result()  # raises what was no problem of the disk
                 if not self._failed:
                     self._attempt(lambda writer, _: writer.commit())
-                self.complete = not self._failed
+                self.complete = bool(self._writers) and not self._failed
         finally:
             for _, writer in self._writers:
                 writer.abort()

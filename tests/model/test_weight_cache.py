@@ -137,6 +137,27 @@ def test_a_damaged_file_is_said_and_made_again(
     assert load(index, cache).origin is Origin.CACHE
 
 
+def test_a_damaged_file_that_stays_is_not_said_to_be_made_again(
+    tmp_path: Path, cache: WeightCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = replace(SHAPE, num_hidden_layers=1, num_experts=1)
+    write_checkpoint(tmp_path / "one", small, synthesize_parameters(small, seed=8))
+    index = open_checkpoint(tmp_path / "one")
+    first = load_experts(index, range(1), CPU, resident_fp8=False, cache=cache)
+    (file,) = cache.files()
+    file.path.write_bytes(file.path.read_bytes()[:-1])
+
+    def refuse(self: WeightCache, path: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(WeightCache, "discard", refuse)
+    with caplog.at_level(logging.WARNING):
+        again = load_experts(index, range(1), CPU, resident_fp8=False, cache=cache)
+    assert "cannot be deleted" in caplog.text
+    assert again.origin is Origin.CONVERTED
+    assert_same(again.layers, first.layers)
+
+
 def test_other_weights_under_the_same_name_are_not_mistaken(checkpoint: Path, tmp_path: Path) -> None:
     prints = {expert_fingerprint(open_checkpoint(checkpoint))}
     times = {path.name: path.stat() for path in checkpoint.iterdir()}
