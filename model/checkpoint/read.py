@@ -6,6 +6,7 @@ are read straight into its memory, where what is wanted lies in one piece; see `
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -111,6 +112,8 @@ class ParameterReader:
             (end - begin, *stored.shape[1:]), dtype=_TORCH_DTYPES[stored.dtype], device=self._device
         )
         row_bytes = stored.size_bytes // stored.shape[0]
-        for piece in direct.read(self._files[stored.file], stored.begin + begin * row_bytes, into):
+        pieces = direct.read(self._files[stored.file], stored.begin + begin * row_bytes, into)
+        wait(pieces)  # of all, since the error of one lets the file be closed
+        for piece in pieces:
             piece.result()
         return into
