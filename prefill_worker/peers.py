@@ -101,6 +101,8 @@ class DecodePeers:
 
     def distrust(self, peer: Peer, reason: str) -> None:
         """A connection to a peer broke, though its link stands: a new handshake makes another."""
+        if peer not in self._connected_to:
+            return  # its life is over
         self._broken[peer] = reason
         candidate = self._candidates.get(peer)
         if candidate is not None and candidate.state is PeerState.READY:
