@@ -33,7 +33,7 @@ from antiphon.engine.step_memory import (
     StepMemory,
 )
 from antiphon.kernels.reference import PagedSequences
-from antiphon.model.forward import ForwardBatch, LanguageModel
+from antiphon.model.forward import ForwardBatch, LanguageModel, ReservesBuffers
 
 
 def padded_sizes(max_batch_size: int) -> tuple[int, ...]:
@@ -81,6 +81,8 @@ class DecodeGraphs:
         self._written: list[tuple[PageTable, int, int] | None] = [None] * rows
         """By row: the table that it shows, and up to which full and sliding logical page."""
         self._query_start = torch.arange(rows + 1, dtype=torch.int32, device=runtime.device)
+        if isinstance(model, ReservesBuffers):
+            model.reserve(padded_sizes(rows)[-1])
         self._graphs: dict[int, Captured] = {
             size: self._capture(runtime, partial(self._forward, size))
             for size in reversed(padded_sizes(rows))

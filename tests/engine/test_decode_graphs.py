@@ -78,6 +78,15 @@ def test_every_size_is_captured_at_the_start_and_none_later(kit: Any) -> None:
         assert said.tokens[request.request_id] == kit.FakeModel().expected(request)
 
 
+def test_the_model_keeps_the_buffers_that_graphs_hold(kit: Any) -> None:
+    """A longer eager chunk would otherwise free what the captured steps compute in."""
+    runtime, reserved = CountingRuntime(), []
+    model = kit.FakeModel()
+    model.reserve = lambda tokens: reserved.append((tokens, len(runtime.captured)))
+    _loop(kit, model, runtime, max_batch_size=6)
+    assert reserved == [(6, 0)], "for the largest size, before anything is captured"
+
+
 def test_padding_rows_see_no_key_and_write_none(kit: Any) -> None:
     model = kit.FakeModel()
     seen: list[tuple[list[int], list[int], list[int]]] = []
