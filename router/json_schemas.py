@@ -29,6 +29,8 @@ _LISTS_OF_SCHEMAS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _SCHEMAS = ("items", "additionalProperties", "additionalItems")
 _NO_SCHEMA = "a schema must be an object or a boolean"
 _EXPRESSIONS = frozenset({"pattern", "format"})
+_NAMES_TOKENS = "no tokenizer"
+"""How the library's warning about a token in a grammar begins."""
 
 Schema = Mapping[str, JsonValue]
 
@@ -65,7 +67,10 @@ def lark_problem(definition: str) -> str | None:
     if len(definition) > MAX_SCHEMA_BYTES:
         return f"it is longer than {MAX_SCHEMA_BYTES} characters"
     is_error, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(definition))
-    return " ".join(messages[0].split()) if is_error else None
+    if is_error:
+        return " ".join(messages[0].split())
+    # Markers and token ids are checked by the vocabulary alone; an input is text, and has none of them.
+    return next((f"it names tokens ({one})" for one in messages if one.startswith(_NAMES_TOKENS)), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,10 @@ _PLAIN = re.compile(r'[^"\\]+')
 _ESCAPE = re.compile(
     r'\\(?:["\\/bfnrt]|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4})'
 )
-_HIGH_HALF = re.compile(r"\\u[dD][89abAB]")
-_LONGEST_ESCAPE = 12
-"""Letters of a code point beyond the first plane."""
+_BEGUN_ESCAPE = re.compile(
+    r"\\(?:u(?:[0-9a-fA-F]{0,3}|[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?))?"
+)
+"""What may still become an escape, or a longer one: a code point beyond the first plane has two halves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +118,9 @@ class InputUnpacker:
                 self._ended = True
                 position = len(held)
             else:
-                rest = len(held) - position
-                escape = _ESCAPE.match(held, position)
-                is_half = escape is not None and len(escape.group()) < _LONGEST_ESCAPE
-                if rest < _LONGEST_ESCAPE and (
-                    escape is None or (is_half and _HIGH_HALF.match(held, position) is not None)
-                ):
+                if _BEGUN_ESCAPE.fullmatch(held, position) is not None:
                     break  # the rest of it may follow
+                escape = _ESCAPE.match(held, position)
                 end = position + 1 if escape is None else escape.end()
                 parts.append("\\" if escape is None else _character(escape.group()))
                 position = end
@@ -132,6 +129,6 @@ class InputUnpacker:
 
 
 def _character(escape: str) -> str:
-    """What an escape stands for; half of a code point stands for nothing."""
+    """What an escape stands for; half of a code point stands for U+FFFD."""
     character: str = json.loads(f'"{escape}"')
     return character.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
