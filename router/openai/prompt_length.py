@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from antiphon.router.conversation import Conversation
+from antiphon.router.harmony.history import first_kept_reasoning
 from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.errors import context_length_exceeded
 
@@ -38,10 +39,12 @@ def refuse_hopeless(context: ApiContext, texts: Iterable[str], param: str) -> No
 
 
 def conversation_texts(conversation: Conversation) -> Iterator[str]:
-    """The texts of a conversation that can be long."""
-    for message in conversation.messages:
+    """The texts of a conversation that can be long, without reasoning that the prompt leaves out."""
+    reasoning_from = first_kept_reasoning(conversation.messages)
+    for index, message in enumerate(conversation.messages):
         yield message.text
-        yield message.reasoning
+        if index >= reasoning_from:
+            yield message.reasoning
         for call in message.tool_calls:
             yield call.arguments
     for tool in conversation.offered_tools:

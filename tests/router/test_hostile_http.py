@@ -14,6 +14,7 @@ import pytest
 from antiphon.router.harmony.formatter import HarmonyFormatter
 from antiphon.router.served_model import ServedModel
 
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 GET = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -173,3 +174,18 @@ async def test_a_hopeless_prompt_is_not_encoded_to_its_end(deploy, text):
             assert "more than" in error["message"]
             assert 0 < encoded < 200_000
             assert time.monotonic() - began < 10
+
+
+async def test_reasoning_that_the_prompt_leaves_out_does_not_count(deploy):
+    model = ServedModel(name="tiny", max_context_tokens=2048, created=1, fingerprint="fp")
+    deployment = await deploy(model=model, formatter=HarmonyFormatter())
+    old = {"role": "assistant", "content": "yes", "reasoning": "word " * 10_000}
+    new = {"role": "assistant", "reasoning": "word " * 10_000, "tool_calls": [CALL]}
+    turns = [{"role": "user", "content": "hi"}, old, {"role": "user", "content": "go on"}]
+    body = {"model": "tiny", "max_completion_tokens": 8}
+    response = await deployment.http.post("/v1/chat/completions", json={**body, "messages": turns})
+    assert response.status_code == 200, response.text
+    result = {"role": "tool", "tool_call_id": "a", "content": "5"}
+    kept = {**body, "messages": [*turns, new, result]}
+    response = await deployment.http.post("/v1/chat/completions", json=kept)
+    assert response.json()["error"]["code"] == "context_length_exceeded"
