@@ -264,12 +264,14 @@ def run(settings: Settings) -> dict[str, object]:
     settings.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
     vocabulary = load_vocabulary(settings.vocabulary)
-    shutil.copyfile(settings.vocabulary, settings.out / VOCABULARY_FILE.name)
+    kept_vocabulary = settings.out / VOCABULARY_FILE.name
+    if settings.vocabulary.resolve() != kept_vocabulary.resolve():
+        shutil.copyfile(settings.vocabulary, kept_vocabulary)
     model = build_model(settings)
     saver = Saver(settings.out / "gpt-oss-tiny.bin.xz", settings.config, vocabulary.token_ids)
     try:
         record = train(model, settings, lambda: saver.save(model))
-    except Exception:
+    except BaseException:  # an interrupt by hand above all
         saver.save(model)
         raise
     finally:

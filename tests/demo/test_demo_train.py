@@ -90,17 +90,20 @@ def test_a_training_leaves_all_that_ships_and_another_goes_on_from_it(
     assert kept["steps"] == metrics["steps"] == 2
 
 
-def test_an_error_on_the_way_leaves_the_last_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cause", [RuntimeError("an example could not be made"), KeyboardInterrupt()])
+def test_an_early_end_leaves_the_last_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: BaseException
+) -> None:
     whole = train.batches
 
     def breaking(chosen: Settings) -> Iterator[Batch]:
         stream = whole(chosen)
         yield next(stream)
-        raise RuntimeError("an example could not be made")
+        raise cause
 
     monkeypatch.setattr(train, "batches", breaking)
     started = train.build_model(settings(tmp_path)).embedding.detach().bfloat16()
-    with pytest.raises(RuntimeError, match="could not be made"):
+    with pytest.raises(type(cause)):
         train.run(settings(tmp_path))
     left = read_packed(tmp_path / "gpt-oss-tiny.bin.xz")
     assert not torch.equal(left.weights["embedding.weight"], started)
