@@ -25,13 +25,13 @@ class Part:
     limit_s: float
 
 
-def module(name: str, *arguments: str) -> tuple[str, ...]:
+def module(name: str, *arguments: str | Path) -> tuple[str, ...]:
     """Arguments of a Python that runs one of the benchmarks."""
-    return ("-m", f"{BENCHMARKS}.{name}", *arguments)
+    return ("-m", f"{BENCHMARKS}.{name}", *map(str, arguments))
 
 
 def build_kernels(limit_s: float) -> bool:
-    """Compile every CUDA library, all at a time."""
+    """Compile every CUDA library once, all at a time; parts find them built."""
     from antiphon.cluster.cli_kernels import LIBRARIES
 
     code = (
@@ -44,6 +44,7 @@ def build_kernels(limit_s: float) -> bool:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
     return all(process.returncode == 0 for process in running)
 
 

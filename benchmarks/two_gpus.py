@@ -20,30 +20,16 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-BENCHMARKS = "antiphon.benchmarks"
+from antiphon.benchmarks.parts import Part, build_kernels, module
+
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 LEAST_S = 5.0
 """A part that has less left is not begun."""
 GRACE_S = 15.0
 """For a part that ran out of time to stop what it started."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One command: arguments of this Python, and how long it may take."""
-
-    name: str
-    arguments: tuple[str, ...]
-    limit_s: float
-
-
-def module(name: str, *arguments: str | Path) -> tuple[str, ...]:
-    """Arguments that run a benchmark."""
-    return ("-m", f"{BENCHMARKS}.{name}", *map(str, arguments))
 
 
 def gpu_parts(out: Path, model: str) -> tuple[Part, ...]:
@@ -99,24 +85,6 @@ def cpu_parts(out: Path) -> tuple[Part, ...]:
         Part("engine", module("rank_steps", *cpu, "--parts", "engine", *demo, *records), 120),
         Part("served demo", module("served_pair", *demo, *pair), 300),
     )
-
-
-def build_kernels(limit_s: float) -> bool:
-    """Compile every CUDA library once, all at a time; parts find them built."""
-    from antiphon.cluster.cli_kernels import LIBRARIES
-
-    code = (
-        "import sys; from antiphon.cluster.cli_kernels import LIBRARIES; LIBRARIES[int(sys.argv[1])].build()"
-    )
-    running = [subprocess.Popen([sys.executable, "-c", code, str(index)]) for index in range(len(LIBRARIES))]
-    deadline = time.monotonic() + limit_s
-    for process in running:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    return all(process.returncode == 0 for process in running)
 
 
 class Log:

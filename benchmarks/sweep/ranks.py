@@ -84,11 +84,12 @@ class RankBench(Bench):
     ) -> EngineSettings:
         """As ``Bench.settings``, with the cache that the other ranks have.
 
-        No chunk is captured, whatever ``chunk_graphs`` says: ranks cannot replay parts.
-
         Raises:
-            BenchmarkError: it is too small for these sequences.
+            BenchmarkError: it is too small for these sequences, or chunks are to be captured, which the sweep
+                does not measure.
         """
+        if chunk_graphs:
+            raise BenchmarkError(f"{self.name} over several ranks: chunks are issued launch by launch here")
         graphs = graphs and self.device.type == "cuda"
         needed = Bench.settings(
             self, sequences=sequences, tokens=tokens, chunk=chunk, graphs=graphs, prefix_cache=prefix_cache

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from antiphon.benchmarks import two_gpus
+from antiphon.benchmarks.parts import Part
 from antiphon.benchmarks.rank_sums import LIBRARY, ONE_SHOT, TWO_SHOT, crossovers
 from antiphon.benchmarks.records import Record
-from antiphon.benchmarks.two_gpus import Log, Part, cpu_parts, gpu_parts, main, run
+from antiphon.benchmarks.two_gpus import Log, cpu_parts, gpu_parts, main, run
 from antiphon.model.parallel.reduce_limits import BY_RANKS, ReduceLimits, limits_of
 
 CHILD = (
