@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from antiphon.benchmarks.engine import Bench, decode_point, free_memory, in_words, make_bench, prefill_point
+from antiphon.benchmarks.engine import decode_point, in_words, prefill_point
+from antiphon.benchmarks.engine_model import Bench, free_memory, make_bench
 from antiphon.benchmarks.prefill_chunks import RESIDENT_FP8
 from antiphon.benchmarks.records import Record, append_records
 from antiphon.model.cuda_roads import ChunkChoices

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from antiphon.benchmarks.engine import PAGE, Bench, BenchmarkError, first_token, free_memory, make_bench
+from antiphon.benchmarks.engine import first_token
+from antiphon.benchmarks.engine_model import PAGE, Bench, BenchmarkError, free_memory, make_bench
 from antiphon.benchmarks.records import checkout_commit, now
 from antiphon.configs.schema import standard_graphed_chunks
 from antiphon.engine.device_executor import DeviceExecutor

@@ -17,7 +17,7 @@ from antiphon.model.config import preset
 from antiphon.protocol.errors import AntiphonError
 
 if TYPE_CHECKING:  # the engine's benchmark needs a GPU's libraries, and is loaded only where it runs
-    from antiphon.benchmarks.engine import Bench
+    from antiphon.benchmarks.engine_model import Bench
     from antiphon.benchmarks.sweep.ranks import RankBench
 
 DeviceType = Literal["cuda", "cpu"]
@@ -94,13 +94,13 @@ class EngineMeter:
     def _ready(self, *, resident_fp8: bool) -> Bench:
         import torch
 
-        from antiphon.benchmarks import engine
+        from antiphon.benchmarks import engine_model
 
         if self._device == "cpu":
             torch.set_num_threads(1)  # as many as every rank of a wider layout has
         if self._bench is None or self._bench.resident_fp8 != resident_fp8:
             self.close()
-            self._bench = engine.make_bench(self._model, torch.device(self._device), resident_fp8)
+            self._bench = engine_model.make_bench(self._model, torch.device(self._device), resident_fp8)
         return self._bench
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from antiphon.benchmarks import model_choices, one_gpu
-from antiphon.benchmarks.engine import make_bench
+from antiphon.benchmarks.engine_model import make_bench
 from antiphon.benchmarks.parts import Part, run, run_together
 from antiphon.benchmarks.records import load_records
 

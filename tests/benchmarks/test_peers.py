@@ -156,7 +156,7 @@ def test_steps_of_a_window_by_hand() -> None:
 def test_prompts_are_those_of_this_project_s_own_benchmark() -> None:
     import torch
 
-    from antiphon.benchmarks.engine import Bench
+    from antiphon.benchmarks.engine_model import Bench
 
     class Shape:
         config = preset("tiny")

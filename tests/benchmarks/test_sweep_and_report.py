@@ -337,7 +337,7 @@ def test_of_several_ways_to_hold_the_weights_the_fastest_counts() -> None:
 
 
 def test_the_engine_s_meter_loads_each_role_s_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from antiphon.benchmarks import engine
+    from antiphon.benchmarks import engine, engine_model
 
     loaded: list[bool] = []
 
@@ -345,7 +345,7 @@ def test_the_engine_s_meter_loads_each_role_s_weights_once(monkeypatch: pytest.M
         loaded.append(resident_fp8)
         return SimpleNamespace(resident_fp8=resident_fp8)
 
-    monkeypatch.setattr(engine, "make_bench", make_bench)
+    monkeypatch.setattr(engine_model, "make_bench", make_bench)
     monkeypatch.setattr(engine, "prefill_point", lambda bench, tokens, chunk, repeats: ("prefill", tokens))
     monkeypatch.setattr(engine, "decode_point", lambda bench, batch, context, steps: ("decode", batch))
     points = grid(build("gpt-oss-20b", []), [ONE], (1024, 2048), (1, 8), (8192,)).points

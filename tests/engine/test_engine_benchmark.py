@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from antiphon.benchmarks import engine as benchmark
-from antiphon.benchmarks import engine_host_cost
+from antiphon.benchmarks import engine_host_cost, engine_model
 from antiphon.benchmarks.expert_spread import expert_spread, recorded_routing
 from antiphon.benchmarks.floors import (
     Form,
@@ -78,7 +78,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> GptOssConfig:
         head_dim=16,
         max_context_tokens=4096,
     )
-    monkeypatch.setattr(benchmark, "preset", lambda name: config)
+    monkeypatch.setattr(engine_model, "preset", lambda name: config)
     return config
 
 
@@ -102,7 +102,7 @@ def test_a_toy_run_says_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.usefixtures("small")
 def test_a_run_that_goes_wrong_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = benchmark.make_bench("tiny", torch.device("cpu"))
+    bench = engine_model.make_bench("tiny", torch.device("cpu"))
     loop = benchmark.decoding_engine(bench, 1, 70, 8, graphs=False)
 
     def broken(hidden: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,106 @@
+"""A synthesized model on a device and the engine around it, ready to be timed."""
+
+from __future__ import annotations
+
+import gc
+import random
+from dataclasses import dataclass
+
+import torch
+
+from antiphon.configs.schema import standard_graphed_chunks
+from antiphon.engine.loop import EngineLoop
+from antiphon.engine.settings import EngineSettings
+from antiphon.model.checkpoint.load import fill
+from antiphon.model.checkpoint.synthesize import synthesize_parameters
+from antiphon.model.config import preset
+from antiphon.model.cuda_roads import ChunkChoices
+from antiphon.model.cuda_transformer import CudaTransformer
+from antiphon.model.forward import LanguageModel
+from antiphon.model.transformer import Transformer
+from antiphon.protocol.errors import AntiphonError
+
+PAGE = 64
+TEXT_TOKENS = 199_998
+"""Ids below this are text."""
+
+
+class BenchmarkError(AntiphonError):
+    """The engine did not do what was to be timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A model on a device, ready to be timed."""
+
+    name: str
+    model: LanguageModel
+    device: torch.device
+    kv_dtype: torch.dtype
+    resident_fp8: bool
+    """Long chunks read experts in FP8 that lie beside the 4-bit ones."""
+
+    def settings(
+        self,
+        *,
+        sequences: int,
+        tokens: int,
+        chunk: int = PAGE,
+        graphs: bool,
+        chunk_graphs: bool = False,
+        prefix_cache: bool = False,
+    ) -> EngineSettings:
+        """An engine for so many sequences of so many tokens each."""
+        pages = -(-tokens // PAGE) + 2
+        window = -(-(self.model.config.sliding_window + max(chunk, PAGE)) // PAGE) + 2
+        return EngineSettings(
+            page_size_tokens=PAGE,
+            full_pages=sequences * pages,
+            sliding_pages=sequences * min(pages, window) + window,
+            window_tokens=self.model.config.sliding_window,
+            max_context_tokens=self.model.config.max_context_tokens,
+            vocab_size=self.model.config.vocab_size,
+            prefix_cache=prefix_cache,
+            chunk_tokens=chunk,
+            max_batch_size=sequences,
+            max_reservations_waiting=sequences,
+            headroom_tokens=PAGE,
+            overlap=True,
+            decode_graphs=graphs,
+            chunk_graph_tokens=standard_graphed_chunks(chunk) if chunk_graphs else (),
+        )
+
+    def engine(self, settings: EngineSettings) -> EngineLoop:
+        """An engine whose whole cache holds random keys and values."""
+        loop = EngineLoop(self.model, settings, device=self.device, kv_dtype=self.kv_dtype)
+        for group in ("full", "sliding"):
+            memory = loop.kv_cache.memory(group)
+            for first in range(0, memory.shape[0], 256):
+                memory[first : first + 256].normal_()
+        return loop
+
+    def prompt(self, tokens: int, seed: int) -> tuple[int, ...]:
+        """Random text."""
+        most = min(TEXT_TOKENS, self.model.config.vocab_size)
+        return tuple(random.Random(seed).choices(range(most), k=tokens))
+
+
+def make_bench(
+    name: str, device: torch.device, resident_fp8: bool = False, chunks: ChunkChoices | None = None
+) -> Bench:
+    """A synthesized model: the fast one on a GPU, the plain one in float32 on a CPU."""
+    config = preset(name)
+    parameters = synthesize_parameters(config, 0, device)
+    if device.type == "cuda":
+        fast = CudaTransformer(config, parameters, device, resident_fp8=resident_fp8, chunks=chunks)
+        return Bench(name, fast, device, torch.bfloat16, resident_fp8)
+    model = Transformer(config, torch.float32, device)
+    fill(model, parameters)
+    return Bench(name, model, device, torch.float32, resident_fp8=False)
+
+
+def free_memory() -> None:
+    """The engine of the point before, and its pages, must be gone before the next one takes its own."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
