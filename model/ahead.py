@@ -95,7 +95,7 @@ class Launches:
             add_rms_norm_(x, torch.empty_like(x), weight, config.rms_norm_eps)
             router = self._empty(config.num_experts, config.hidden_size), self._empty(config.num_experts)
             route(x, *router, config.experts_per_token)
-            if self._alone:
+            if self._alone or self._shape.layout.expert_parallel:  # padding is kept from whole experts
                 route(x, *router, config.experts_per_token, self._zeros(1))
         slots, positions = (self._zeros(32, dtype=torch.int64) for _ in range(2))
         qkv, rotation = (

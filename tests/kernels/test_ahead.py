@@ -57,6 +57,23 @@ for ranks, page_size in ((1, 64), (2, 32)):
     print(*sorted(names))
 """
 
+ROUTERS = """
+from triton.runtime.jit import JITFunction
+from antiphon.model.ahead import WorkerShape, launch_all
+from antiphon.model.config import preset
+from antiphon.model.parallel.layout import ParallelLayout
+
+found = set()
+def launched(self, *_, **options):
+    if self.fn.__name__ == "_route":
+        found.add((options["PADDED"], options["BLOCK_T"]))
+JITFunction.run = launched
+for layout in (ParallelLayout(1), ParallelLayout(2, expert_parallel=True), ParallelLayout(2)):
+    found.clear()
+    launch_all(preset("gpt-oss-120b"), WorkerShape(layout, page_size=64, max_batch_size=1), "cpu")
+    print(*sorted(found))
+"""
+
 
 def run(folder: Path, code: str) -> list[str]:
     environment = {**os.environ, "ANTIPHON_KERNEL_LIBRARY_DIR": str(folder), "OMP_NUM_THREADS": "1"}
@@ -87,6 +104,13 @@ def test_every_kernel_of_the_fast_model_is_launched(tmp_path: Path) -> None:
     assert with_ranks == alone | launched("portable_moe.py", "attention/prefill.py")
     assert len(alone) >= 9
     assert len(with_ranks) >= 13
+
+
+def test_padding_is_routed_where_experts_are_whole(tmp_path: Path) -> None:
+    """As ``HopperExpertLayers`` and ``HopperRankExperts`` do, and ``PortableRankExperts`` does not."""
+    alone, dealt_out, split = run(tmp_path, ROUTERS)
+    assert alone == dealt_out == "(False, 16) (False, 32) (True, 16) (True, 32)"
+    assert split == "(False, 16) (False, 32)"
 
 
 def test_a_folder_that_was_never_built_is_refused(tmp_path: Path) -> None:
