@@ -25,8 +25,10 @@ def records_of(part: str, out: Path) -> list[dict[str, object]]:
 
 
 def test_a_sum_in_one_launch_is_the_librarys_bit_for_bit(tmp_path: Path) -> None:
-    records = records_of("sums", tmp_path / "sums.json")
-    assert len(records) > 10
+    """In one shot and in two, for 1 to 8,192 rows."""
+    every = records_of("sums", tmp_path / "sums.json")
+    records = [record for record in every if str(record["kernel"]).startswith("peer memory")]
+    assert len(records) > 20
     assert {record["equal_share"] for record in records} == {1.0}
     assert all(float(str(record["largest_difference"])) < 0.1 for record in records)
 
