@@ -149,6 +149,11 @@ class Record:
         } | self.extra
 
     @property
+    def is_default(self) -> bool:
+        """Whether workers compute this way unless they are asked for another one."""
+        return not self.extra.get("choices")
+
+    @property
     def point(self) -> tuple[object, ...]:
         """What makes two records figures of the same thing; a later one replaces an earlier one."""
         return (

@@ -156,14 +156,16 @@ class CostModel:
 
 
 def build(model: str, measured: Sequence[Record], gpu: Gpu = H200) -> CostModel:
-    """The cost model of ``model``, calibrated on every figure of this GPU.
+    """The cost model of ``model``, calibrated on every figure of this GPU that a worker reaches unasked.
 
     Raises:
         ConfigError: no such model.
     """
     shape = preset(model)
     efficiencies = calibrate(measured, gpu)
-    ours = [each for each in measured if gpu.name in each.device and each.model in PRESETS]
+    ours = [
+        each for each in measured if gpu.name in each.device and each.model in PRESETS and each.is_default
+    ]
     decode = _correction(
         ours, records.BENCH_DECODE, lambda name: CostModel(name, preset(name), efficiencies), _decode_groups
     )

@@ -36,9 +36,9 @@ class Point:
         return f"{self.model} {self.layout.name}, {self.batch} x {self.context}"
 
     def measured_by(self, record: Record, peer: str | None = None) -> bool:
-        """Whether a record is this point's figure, of this project or of a peer."""
+        """Whether a record is this point's figure, of this project by its defaults or of a peer."""
         same = (record.bench, record.model, record.layout) == (self.bench, self.model, self.layout.name)
-        if not same or record.peer != peer:
+        if not same or record.peer != peer or not record.is_default:
             return False
         if self.bench == BENCH_PREFILL:
             return record.input_tokens == self.input_tokens

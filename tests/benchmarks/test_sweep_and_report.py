@@ -336,6 +336,19 @@ def test_of_several_ways_to_hold_the_weights_the_fastest_counts() -> None:
     assert figure(point, model, [fast, slow], 3.0).seconds == pytest.approx(0.07)
 
 
+def test_ways_that_are_off_by_default_are_nobody_s_figure() -> None:
+    def figures(choices: str) -> list[Record]:
+        points = [
+            Point(BENCH_PREFILL, "gpt-oss-20b", ONE, input_tokens=1024 * n) for n in (1, 8, 32, 64, 128)
+        ]
+        return [replace(record(point, 1.0), extra={"choices": choices}) for point in points]
+
+    assert build("gpt-oss-20b", figures("")) != build("gpt-oss-20b", [])
+    assert build("gpt-oss-20b", figures("graphs, tiles of 128")) == build("gpt-oss-20b", [])
+    point = Point(BENCH_PREFILL, "gpt-oss-20b", ONE, input_tokens=8192)
+    assert [point.measured_by(figures(choices)[1]) for choices in ("", "graphs")] == [True, False]
+
+
 def test_the_engine_s_meter_loads_each_role_s_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from antiphon.benchmarks import engine, engine_model
 
