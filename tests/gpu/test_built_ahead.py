@@ -20,7 +20,7 @@ from antiphon.model.config import preset
 from antiphon.model.parallel.layout import ParallelLayout
 
 config = preset("gpt-oss-20b")
-shape = ahead.WorkerShape(ParallelLayout({ranks}), page_size={page_size}, max_batch_size=2)
+shape = ahead.WorkerShape(ParallelLayout({layout}), page_size={page_size}, max_batch_size=2)
 """
 BUILD = """
 from antiphon.kernels.ahead import build_driver_module, compile_only, triton_folder
@@ -52,8 +52,12 @@ def run(folder: Path, code: str, path: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("ranks", "page_size"), [(1, 64), (2, 32)])
-def test_a_worker_without_a_compiler_runs_what_was_built(ranks: int, page_size: int, tmp_path: Path) -> None:
-    shape = SHAPE.format(ranks=ranks, page_size=page_size)
+@pytest.mark.parametrize(
+    ("layout", "page_size"),
+    [("1", 64), ("2", 32), ("2, expert_parallel=True", 64)],
+    ids=["TP1", "TP2", "EP2"],
+)
+def test_a_worker_without_a_compiler_runs_what_was_built(layout: str, page_size: int, tmp_path: Path) -> None:
+    shape = SHAPE.format(layout=layout, page_size=page_size)
     assert int(run(tmp_path, shape + BUILD, os.environ["PATH"])) > 10
     assert run(tmp_path, shape + RUN, "/nonexistent") == "ran"
