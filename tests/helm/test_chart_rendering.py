@@ -274,6 +274,15 @@ def test_a_pool_that_may_grow_has_room_and_an_autoscaler(render: Renderer) -> No
     assert "enableInTreeAutoscaling" not in render("cpu-demo-values.yaml").one("RayCluster")["spec"]
 
 
+def test_converted_weights_are_kept_where_a_folder_is_given(render: Renderer) -> None:
+    for directory, limit_gib in (("", 100), ("/weights", 100.5)):
+        changes = {"weightCache.directory": directory, "weightCache.limitGib": limit_gib}
+        written = yaml.safe_load(render("h200-two-nodes-values.yaml", changes).deployment_file())
+        kept = DeploymentConfig.model_validate(written).weight_cache
+        expected = ("/weights", 100.5) if directory else (None, 256.0)
+        assert (kept.directory, kept.limit_gib) == expected
+
+
 def test_the_end_is_long_enough(release: Release) -> None:
     drain_s = yaml.safe_load(release.deployment_file())["router"]["drain_timeout_s"]
     for component in release.groups():

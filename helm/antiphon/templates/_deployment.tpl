@@ -63,6 +63,13 @@ log:
 kernels:
   require_built: {{ .Values.kernels.requireBuilt }}
 {{- end }}
+{{- with .Values.weightCache }}
+{{- if .directory }}
+weight_cache:
+  directory: {{ .directory | quote }}
+  limit_gib: {{ .limitGib }}
+{{- end }}
+{{- end }}
 metrics:
   host: 0.0.0.0
   supervisor_port: {{ include "antiphon.port" "supervisor" }}
