@@ -26,6 +26,14 @@ def lifeline_s(lease_s: float) -> float:
     return LIFELINE_LEASES * lease_s
 
 
+def gone_after_s(lease_s: float) -> float:
+    """How long after its last question a process is gone for certain.
+
+    A lease more: the question may have reached it late, and it may be slow to notice that no other came.
+    """
+    return lifeline_s(lease_s) + lease_s
+
+
 def _exit() -> None:
     os._exit(EXIT_STATUS)  # nothing is to be finished: it counts as dead already
 

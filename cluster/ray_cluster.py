@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from antiphon.cluster import actors
-from antiphon.cluster.lifeline import lifeline_s
+from antiphon.cluster.lifeline import gone_after_s
 from antiphon.cluster.process import StartFailed
 from antiphon.cluster.process_plan import ProcessSpec
 from antiphon.cluster.rank_actor import RankActor
@@ -158,8 +158,8 @@ class RayCluster:
             .remote(spec.role, rank, spec.worker_id, config_json, self._cluster_token, transport_factory)
             for rank in range(1, spec.ranks)
         ]
-        limit_s = lifeline_s(self._config.transfer.lease_s)
-        return RayProcess(first, others, self._remember_port, shares_gpus=spec.gpus > 0, lifeline_s=limit_s)
+        gone_s = gone_after_s(self._config.transfer.lease_s)
+        return RayProcess(first, others, self._remember_port, shares_gpus=spec.gpus > 0, gone_after_s=gone_s)
 
     def _options(self, spec: ProcessSpec, rank: int) -> dict[str, object]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -32,7 +32,7 @@ class RayProcess:
         others: actors of ranks 1 and up.
         on_started: called with the address of a life that has started.
         shares_gpus: every rank is to see the GPUs of all of them.
-        lifeline_s: so long after it was last asked for its status, a process that lives ends itself.
+        gone_after_s: so long after it was last asked for its status, a process has ended itself.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class RayProcess:
         on_started: Callable[[WorkerAddress], None],
         *,
         shares_gpus: bool = False,
-        lifeline_s: float = 0.0,
+        gone_after_s: float = 0.0,
     ) -> None:
         self._actor = first
         self._others = tuple(others)
         self._on_started = on_started
         self._shares_gpus = shares_gpus
         self._following: list[asyncio.Future[None]] = []
-        self._lifeline_s = lifeline_s
+        self._gone_after_s = gone_after_s
         self._asked_at = time.monotonic()
         """Nobody has asked it since."""
         self._identities: tuple[ProcessIdentity, ...] = ()
@@ -156,7 +156,7 @@ class RayProcess:
                 await _ended(one)
         elsewhere = not all(one.is_here for one in self._identities)
         if elsewhere and not self._stopped and not all(SEEN_TO_END in reason for reason in reasons):
-            await asyncio.sleep(self._asked_at + self._lifeline_s - time.monotonic())
+            await asyncio.sleep(self._asked_at + self._gone_after_s - time.monotonic())
 
     async def _call(self, method: str, *arguments: object) -> Any:
         """Ask rank 0. The worker's death is an answer too: a call that was under way may never get another.

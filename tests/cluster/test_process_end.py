@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from antiphon.cluster.lifeline import Lifeline
+from antiphon.cluster.lifeline import Lifeline, gone_after_s, lifeline_s
 from antiphon.cluster.process_identity import ProcessIdentity, _started_ticks
 from antiphon.cluster.ray_process import RayProcess
 from antiphon.protocol.identity import Role, Topology, WorkerAddress
@@ -73,8 +73,8 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray.exceptions", errors)
 
 
-async def started(identity: ProcessIdentity, reason: str = KILLED, lifeline_s: float = 0.4) -> RayProcess:
-    process = RayProcess(UnreachableActor(identity, reason), [], lambda _: None, lifeline_s=lifeline_s)
+async def started(identity: ProcessIdentity, reason: str = KILLED, gone_s: float = 0.4) -> RayProcess:
+    process = RayProcess(UnreachableActor(identity, reason), [], lambda _: None, gone_after_s=gone_s)
     await process.start(Topology(0, ()))
     return process
 
@@ -108,12 +108,26 @@ async def test_one_elsewhere_counts_as_gone_only_when_its_lifeline_has_run_out()
 @pytest.mark.parametrize(("reason", "stops"), [(SEEN, False), (KILLED, True)])
 async def test_one_elsewhere_is_not_waited_for_when_its_end_is_known(reason: str, stops: bool) -> None:
     elsewhere = replace(ProcessIdentity.of_this_process(), machine="another")
-    process = await started(elsewhere, reason, lifeline_s=3600.0)
+    process = await started(elsewhere, reason, gone_s=3600.0)
     if stops:
         await process.stop()
     process.kill()
     async with asyncio.timeout(5):
         await process.wait_dead()
+
+
+async def test_one_elsewhere_that_heard_its_last_question_late_has_ended_when_it_counts_as_gone() -> None:
+    lease_s = 0.4
+    ends: list[float] = []
+    process = await started(
+        replace(ProcessIdentity.of_this_process(), machine="another"), gone_s=gone_after_s(lease_s)
+    )
+    await process.status()
+    process.kill()
+    await asyncio.sleep(lease_s / 4)
+    Lifeline(lifeline_s(lease_s), lambda: ends.append(time.monotonic())).asked()
+    await process.wait_dead()
+    assert ends
 
 
 def test_a_number_that_another_process_has_by_now_is_not_the_same_process(
