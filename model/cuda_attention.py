@@ -7,40 +7,32 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from antiphon.kernels import reference
-from antiphon.kernels.attention import prefill_hopper
-from antiphon.kernels.attention.decode import DecodeAttention
-from antiphon.kernels.attention.prefill import prefill_attention
-from antiphon.kernels.attention.prefill_hopper import chunk_rope_and_write, hopper_prefill_attention
+from antiphon.kernels.attention.prefill_hopper import chunk_rope_and_write
 from antiphon.kernels.dense import fp8_projection, skinny
 from antiphon.kernels.dense.fp8_projection import Fp8Projection, ProjectionWorkspace
 from antiphon.kernels.dense.norm import add_rms_norm_
-from antiphon.kernels.dense.rope import rope_and_write, rotation_table
+from antiphon.kernels.dense.rope import rope_and_write
 from antiphon.kernels.moe import chunk_norm
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import GptOssConfig
+from antiphon.model.cuda_paged_attention import PagedAttention, rotation_of
 from antiphon.model.cuda_roads import Road
 from antiphon.model.cuda_weights import LayerWeights
 from antiphon.model.workspaces import Workspaces
 
 
 class AttentionBlock:
-    """What layers have in common: the rotation, and decode kernels with their buffers by batch size."""
+    """What layers have in common: the rotation, attention over pages, and buffers of FP8 projections."""
 
     def __init__(self, config: GptOssConfig, device: torch.device, road: Road) -> None:
         self._config = config
-        self._device = device
         self._hopper = road is Road.HOPPER
-        inv_freq, concentration = reference.yarn_inv_freq(
-            config.head_dim,
-            config.rope_theta,
-            config.rope_scaling_factor,
-            config.rope_original_context,
-            config.rope_beta_fast,
-            config.rope_beta_slow,
+        self._rotation = rotation_of(config, device)
+        self._attention = PagedAttention(
+            *(config.num_attention_heads, config.num_key_value_heads, config.head_dim, device),
+            hopper=self._hopper,
+            pdl=self._hopper,
         )
-        self._rotation = rotation_table(inv_freq.to(device), concentration, config.max_context_tokens)
-        self._decode_attention: dict[int, DecodeAttention] = {}
         self._fp8_buffers = Workspaces(partial(ProjectionWorkspace, device=device))
 
     def reserve(self, tokens: int, weights: LayerWeights) -> None:
@@ -75,21 +67,7 @@ class AttentionBlock:
                 chunk_rope_and_write(*rotation, query)
             else:
                 rope_and_write(*rotation, heads, query)
-        scale = dim**-0.5
-        sequence_count = sequences.kv_len.shape[0]
-        if tokens != sequence_count:
-            longest = tokens - sequence_count + 1  # every sequence has at least one query token
-            # The CUDA kernel is made for pages of 64 positions.
-            fast = self._hopper and kv_layer.shape[3] == prefill_hopper.PAGE
-            attend = hopper_prefill_attention if fast else prefill_attention
-            # Every program reads the queries that it answers, and nobody else's, before it writes: the output
-            # may take their place. So what stands at padding is finite.
-            return attend(query, kv_layer, sequences, weights.sinks, window, scale, longest, out=query)
-        kernel = self._decode_kernel(tokens)
-        out = torch.empty_like(query)
-        if window is None:
-            return kernel.full(query, kv_layer, sequences, weights.sinks, scale, out)
-        return kernel.sliding(query, kv_layer, sequences, weights.sinks, window, scale, out)
+        return self._attention(query, kv_layer, sequences, weights.sinks, window)
 
     def add_output_(self, x: Tensor, mixed: Tensor, weights: LayerWeights) -> Tensor | None:
         """``x += mixed W^T + b`` in place; returns its norm, or None where the router norms x itself."""
@@ -109,17 +87,3 @@ class AttentionBlock:
 
     def _skinny(self, tokens: int) -> bool:
         return self._hopper and tokens <= skinny.MAX_TOKENS
-
-    def _decode_kernel(self, batch_size: int) -> DecodeAttention:
-        kernel = self._decode_attention.get(batch_size)
-        if kernel is None:
-            kernel = DecodeAttention(
-                batch_size,
-                self._config.num_attention_heads,
-                self._config.num_key_value_heads,
-                self._config.head_dim,
-                self._device,
-                pdl=self._hopper,
-            )
-            self._decode_attention[batch_size] = kernel
-        return kernel

@@ -15,16 +15,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from antiphon.kernels import reference
 from antiphon.kernels.attention import prefill_hopper
-from antiphon.kernels.attention.decode import DecodeAttention
-from antiphon.kernels.attention.prefill import prefill_attention
-from antiphon.kernels.attention.prefill_hopper import hopper_prefill_attention
 from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
-from antiphon.kernels.dense.rope import rope_and_write, rotation_table
+from antiphon.kernels.dense.rope import rope_and_write
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import GptOssConfig
 from antiphon.model.converted_experts import ConvertedExperts
+from antiphon.model.cuda_paged_attention import PagedAttention, rotation_of
 from antiphon.model.cuda_roads import hopper_obstacle
 from antiphon.model.cuda_weights import (
     LayerWeights,
@@ -112,16 +109,9 @@ class CudaRankTransformer:
         self._experts = self._make_experts(tensors, converted, resident_fp8)
         if tensors:
             raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
-        inv_freq, concentration = reference.yarn_inv_freq(
-            config.head_dim,
-            config.rope_theta,
-            config.rope_scaling_factor,
-            config.rope_original_context,
-            config.rope_beta_fast,
-            config.rope_beta_slow,
-        )
-        self._rotation = rotation_table(inv_freq.to(device), concentration, config.max_context_tokens)
-        self._decode_attention: dict[int, DecodeAttention] = {}
+        self._rotation = rotation_of(config, device)
+        heads, kv_heads = len(self.shape.heads), len(self.shape.kv_heads)
+        self._attend = PagedAttention(heads, kv_heads, config.head_dim, device, hopper=self._on_hopper)
 
     def _make_experts(
         self,
@@ -256,31 +246,7 @@ class CudaRankTransformer:
         query = torch.empty(tokens, heads, dim, dtype=normed.dtype, device=normed.device)
         qkv = torch.nn.functional.linear(normed, weights.qkv_weight, weights.qkv_bias)
         rope_and_write(qkv, positions, sequences.slot, self._rotation, kv_layer, heads, query)
-        scale = dim**-0.5
-        sequence_count = sequences.kv_len.shape[0]
-        if tokens != sequence_count:
-            longest = tokens - sequence_count + 1  # every sequence has at least one query token
-            fast = self._on_hopper and kv_layer.shape[3] == prefill_hopper.PAGE
-            attend = hopper_prefill_attention if fast else prefill_attention
-            # In place of the queries, as on one GPU: so what stands at padding is finite.
-            return attend(query, kv_layer, sequences, weights.sinks, window, scale, longest, out=query)
-        kernel = self._decode_kernel(tokens)
-        out = torch.empty_like(query)
-        if window is None:
-            return kernel.full(query, kv_layer, sequences, weights.sinks, scale, out)
-        return kernel.sliding(query, kv_layer, sequences, weights.sinks, window, scale, out)
-
-    def _decode_kernel(self, batch_size: int) -> DecodeAttention:
-        kernel = self._decode_attention.get(batch_size)
-        if kernel is None:
-            kernel = self._decode_attention[batch_size] = DecodeAttention(
-                batch_size,
-                len(self.shape.heads),
-                len(self.shape.kv_heads),
-                self.config.head_dim,
-                self.device,
-            )
-        return kernel
+        return self._attend(query, kv_layer, sequences, weights.sinks, window)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
         """[M, H] -> [M, V / ranks] float32."""

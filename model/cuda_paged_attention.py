@@ -1,0 +1,86 @@
+"""Attention over pages on one CUDA device: the rotation, and of the kernels there are the one for a batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels import reference
+from antiphon.kernels.attention import prefill_hopper
+from antiphon.kernels.attention.decode import DecodeAttention
+from antiphon.kernels.attention.prefill import prefill_attention
+from antiphon.kernels.attention.prefill_hopper import hopper_prefill_attention
+from antiphon.kernels.dense.rope import rotation_table
+from antiphon.kernels.reference import PagedSequences
+from antiphon.model.config import GptOssConfig
+
+
+def rotation_of(config: GptOssConfig, device: torch.device) -> Tensor:
+    """The model's YaRN rotation, as ``kernels.dense.rope.rotation_table`` gives it."""
+    inv_freq, concentration = reference.yarn_inv_freq(
+        config.head_dim,
+        config.rope_theta,
+        config.rope_scaling_factor,
+        config.rope_original_context,
+        config.rope_beta_fast,
+        config.rope_beta_slow,
+    )
+    return rotation_table(inv_freq.to(device), concentration, config.max_context_tokens)
+
+
+class PagedAttention:
+    """Attention with sinks of so many heads; decode kernels and their buffers are kept by batch size.
+
+    Args:
+        query_heads: of this device; ``kv_heads`` likewise.
+        hopper: whether the kernels made for Hopper may run.
+        pdl: whether a decode launch may begin before the one ahead is over (programmatic dependent launch).
+    """
+
+    def __init__(
+        self,
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        *,
+        hopper: bool,
+        pdl: bool = False,
+    ) -> None:
+        self._query_heads, self._kv_heads, self._head_dim = query_heads, kv_heads, head_dim
+        self._device = device
+        self._hopper, self._pdl = hopper, pdl
+        self._decode: dict[int, DecodeAttention] = {}
+
+    def __call__(
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        sequences: PagedSequences,
+        sinks: Tensor,
+        window: int | None,
+    ) -> Tensor:
+        """query [T, Q, D] -> [T, Q, D], of chunks in its place. ``window``: None is a full layer."""
+        scale = self._head_dim**-0.5
+        tokens, sequence_count = query.shape[0], sequences.kv_len.shape[0]
+        if tokens != sequence_count:
+            longest = tokens - sequence_count + 1  # every sequence has at least one query token
+            # The CUDA kernel is made for pages of 64 positions.
+            fast = self._hopper and kv_layer.shape[3] == prefill_hopper.PAGE
+            attend = hopper_prefill_attention if fast else prefill_attention
+            # Every program reads the queries that it answers, and nobody else's, before it writes: the output
+            # may take their place. So what stands at padding is finite.
+            return attend(query, kv_layer, sequences, sinks, window, scale, longest, out=query)
+        kernel = self._decode_kernel(tokens)
+        out = torch.empty_like(query)
+        if window is None:
+            return kernel.full(query, kv_layer, sequences, sinks, scale, out)
+        return kernel.sliding(query, kv_layer, sequences, sinks, window, scale, out)
+
+    def _decode_kernel(self, batch_size: int) -> DecodeAttention:
+        kernel = self._decode.get(batch_size)
+        if kernel is None:
+            kernel = self._decode[batch_size] = DecodeAttention(
+                batch_size, self._query_heads, self._kv_heads, self._head_dim, self._device, pdl=self._pdl
+            )
+        return kernel
