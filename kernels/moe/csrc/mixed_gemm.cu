@@ -224,15 +224,8 @@ extern "C" int antiphon_moe_mixed_gate_up(const void* activations, const void* w
                                           const float* token_scale, void* hidden, int tile_rows, int grid,
                                           void* stream) {
   namespace mixed = antiphon::mixed;
-  const mixed::Arguments a = {static_cast<const uint8_t*>(activations),
-                              static_cast<const uint8_t*>(weights),
-                              static_cast<const uint8_t*>(tops),
-                              static_cast<const __nv_bfloat16*>(bias),
-                              static_cast<const antiphon::fp8::TokenTile*>(tiles),
-                              tile_count,
-                              token_scale,
-                              hidden,
-                              2 * mixed::kDim / 64};
+  const mixed::Arguments a = mixed::arguments(activations, weights, tops, bias, tiles, tile_count, token_scale, hidden,
+                                              2 * mixed::kDim / 64);
   return mixed::start<true>(a, tile_rows, grid, stream);
 }
 
@@ -240,14 +233,7 @@ extern "C" int antiphon_moe_mixed_down(const void* hidden, const void* weights, 
                                        const void* tiles, const int* tile_count, const float* row_weight, void* out,
                                        int tile_rows, int grid, void* stream) {
   namespace mixed = antiphon::mixed;
-  const mixed::Arguments a = {static_cast<const uint8_t*>(hidden),
-                              static_cast<const uint8_t*>(weights),
-                              static_cast<const uint8_t*>(tops),
-                              static_cast<const __nv_bfloat16*>(bias),
-                              static_cast<const antiphon::fp8::TokenTile*>(tiles),
-                              tile_count,
-                              row_weight,
-                              out,
-                              mixed::kDim / 64};
+  const mixed::Arguments a = mixed::arguments(hidden, weights, tops, bias, tiles, tile_count, row_weight, out,
+                                              mixed::kDim / 64);
   return mixed::start<false>(a, tile_rows, grid, stream);
 }

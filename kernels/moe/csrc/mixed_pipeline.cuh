@@ -51,6 +51,21 @@ struct Arguments {
   }
 };
 
+// From the pointers that launchers are given.
+inline Arguments arguments(const void* activations, const void* weights, const void* tops, const void* bias,
+                           const void* tiles, const int* tile_count, const float* row_factor, void* out,
+                           int row_tiles) {
+  return {static_cast<const uint8_t*>(activations),
+          static_cast<const uint8_t*>(weights),
+          static_cast<const uint8_t*>(tops),
+          static_cast<const __nv_bfloat16*>(bias),
+          static_cast<const TokenTile*>(tiles),
+          tile_count,
+          row_factor,
+          out,
+          row_tiles};
+}
+
 struct Work {
   TokenTile tile;
   int tile_m, tile_n;
