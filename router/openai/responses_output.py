@@ -111,23 +111,42 @@ class MessageItem:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class CallKind:
+    """What calls of functions and of custom tools are called in items and events."""
+
+    item_type: str
+    id_prefix: str
+    field: str
+    event: str
+    named_at_the_end: bool
+
+
+FUNCTION_CALL = CallKind("function_call", "fc", "arguments", "function_call_arguments", named_at_the_end=True)
+CUSTOM_CALL = CallKind("custom_tool_call", "ctc", "input", "custom_tool_call_input", named_at_the_end=False)
+
+
 @dataclass(slots=True)
 class CallItem:
-    """A function call."""
+    """A call of a function or of a custom tool."""
 
+    kind: CallKind
     call_id: str
     name: str
-    id: str = field(default_factory=lambda: f"fc_{uuid.uuid4().hex}")
+    id: str = field(init=False)
     texts: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.kind.id_prefix}_{uuid.uuid4().hex}"
 
     def document(self, status: str) -> JsonObject:
         """The item."""
         return {
             "id": self.id,
-            "type": "function_call",
+            "type": self.kind.item_type,
             "call_id": self.call_id,
             "name": self.name,
-            "arguments": "".join(self.texts),
+            self.kind.field: "".join(self.texts),
             "status": status,
         }
 
@@ -136,59 +155,24 @@ class CallItem:
         return []
 
     def delta(self, index: int, shown: AnswerDelta, text: str) -> Event:
-        """More arguments."""
+        """More of what the call is given."""
         self.texts.append(text)
         fields: JsonObject = {"item_id": self.id, "output_index": index, "delta": text}
-        return "response.function_call_arguments.delta", fields
+        return f"response.{self.kind.event}.delta", fields
 
     def closed(self, index: int) -> list[Event]:
-        """The arguments are whole."""
+        """What the call is given is whole."""
+        name: JsonObject = {"name": self.name} if self.kind.named_at_the_end else {}
         fields: JsonObject = {
             "item_id": self.id,
             "output_index": index,
-            "name": self.name,
-            "arguments": "".join(self.texts),
+            **name,
+            self.kind.field: "".join(self.texts),
         }
-        return [("response.function_call_arguments.done", fields)]
+        return [(f"response.{self.kind.event}.done", fields)]
 
 
-@dataclass(slots=True)
-class CustomCallItem:
-    """A call of a custom tool."""
-
-    call_id: str
-    name: str
-    id: str = field(default_factory=lambda: f"ctc_{uuid.uuid4().hex}")
-    texts: list[str] = field(default_factory=list)
-
-    def document(self, status: str) -> JsonObject:
-        """The item."""
-        return {
-            "id": self.id,
-            "type": "custom_tool_call",
-            "call_id": self.call_id,
-            "name": self.name,
-            "input": "".join(self.texts),
-            "status": status,
-        }
-
-    def opened(self, index: int) -> list[Event]:
-        """A call has no parts."""
-        return []
-
-    def delta(self, index: int, shown: AnswerDelta, text: str) -> Event:
-        """More of the input."""
-        self.texts.append(text)
-        fields: JsonObject = {"item_id": self.id, "output_index": index, "delta": text}
-        return "response.custom_tool_call_input.delta", fields
-
-    def closed(self, index: int) -> list[Event]:
-        """The input is whole."""
-        fields: JsonObject = {"item_id": self.id, "output_index": index, "input": "".join(self.texts)}
-        return [("response.custom_tool_call_input.done", fields)]
-
-
-OutputItem = ReasoningItem | MessageItem | CallItem | CustomCallItem
+OutputItem = ReasoningItem | MessageItem | CallItem
 
 
 class ResponseOutput:
@@ -208,9 +192,9 @@ class ResponseOutput:
             case ContentDelta(text):
                 events = self._need(MessageItem)
             case ToolCallStart(_, name, call_id):
-                return self._begin(CallItem(call_id, name))
+                return self._begin(CallItem(FUNCTION_CALL, call_id, name))
             case CustomCallStart(_, name, call_id):
-                return self._begin(CustomCallItem(call_id, name))
+                return self._begin(CallItem(CUSTOM_CALL, call_id, name))
             case ToolCallArgumentsDelta(_, text) | CustomInputDelta(_, text):
                 # A call's arguments come right after its start and before anything else.
                 events = []
