@@ -21,7 +21,7 @@ from antiphon.kv_transfer.staging import SlotRange
 from antiphon.kv_transfer.step_fences import StepFences
 from antiphon.kv_transfer.transport import Copies, Memory, WriteState
 from antiphon.model.config import GptOssConfig, preset
-from antiphon.protocol.messages import RankMemory
+from antiphon.protocol.kv_messages import RankMemory
 from antiphon.protocol.rank_messages import ShipOrder, StepMark
 
 PAGE = 64

@@ -32,10 +32,10 @@ import zmq
 import zmq.asyncio
 import zmq.utils.z85
 
-from antiphon.protocol.codec import decode, encode
+from antiphon.protocol.codec import AnyMessage, decode, encode
 from antiphon.protocol.identity import Role, WorkerAddress
 from antiphon.protocol.link import LinkNode, Peer
-from antiphon.protocol.messages import AnyMessage, TokenBatch, TokenOutput
+from antiphon.protocol.messages import TokenBatch, TokenOutput
 
 TOKENS_PER_STEP = 32
 STEPS_PER_S = 100

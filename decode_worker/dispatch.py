@@ -29,22 +29,24 @@ from antiphon.engine.rejection import RequestRejected
 from antiphon.protocol.codec import decode
 from antiphon.protocol.errors import WireError
 from antiphon.protocol.identity import Role
+from antiphon.protocol.kv_messages import (
+    AnnounceWrites,
+    KvHello,
+    KvProbe,
+    WriteDone,
+    WritesDrained,
+    WritesFailed,
+)
 from antiphon.protocol.link import LinkNode, Peer
 from antiphon.protocol.messages import (
     AbortRequest,
-    AnnounceWrites,
     Finish,
     GenerateRequest,
-    KvHello,
-    KvProbe,
     KvTicket,
     RequestRefused,
     Reserved,
     TokenOutput,
     TokensAck,
-    WriteDone,
-    WritesDrained,
-    WritesFailed,
 )
 
 _log = logging.getLogger(__name__)

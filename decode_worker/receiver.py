@@ -29,12 +29,10 @@ from antiphon.kv_transfer.completion import CompletionSet, Tick
 from antiphon.kv_transfer.leases import WriteLeases, Writer
 from antiphon.kv_transfer.transport import Memory
 from antiphon.protocol.errors import IllegalTransition
-from antiphon.protocol.link import Peer
-from antiphon.protocol.messages import (
+from antiphon.protocol.kv_messages import (
     AnnounceWrites,
     CancelWrites,
     GrantWrites,
-    Message,
     MissingWrites,
     RefuseWrites,
     WriteChecksum,
@@ -42,6 +40,8 @@ from antiphon.protocol.messages import (
     WritesDrained,
     WritesFailed,
 )
+from antiphon.protocol.link import Peer
+from antiphon.protocol.messages import Message
 
 _log = logging.getLogger(__name__)
 _MAX_TIMES_ASKED = 2

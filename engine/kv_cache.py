@@ -14,7 +14,7 @@ from torch import Tensor
 from antiphon.model.config import GptOssConfig
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import PROTOCOL_VERSION, KvFingerprint
-from antiphon.protocol.messages import MemoryRegion
+from antiphon.protocol.kv_messages import MemoryRegion
 
 LAYOUT = "page,layer,head,kv,token,dim"
 """The order of dimensions, as the fingerprint states it; the last varies fastest."""

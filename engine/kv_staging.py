@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from antiphon.engine.kv_cache import PagedKvCache
-from antiphon.protocol.messages import MemoryRegion
+from antiphon.protocol.kv_messages import MemoryRegion
 
 _WORD = torch.int64
 """Copies move words of 8 bytes, whatever the keys and values are."""

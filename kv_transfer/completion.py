@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
-from antiphon.protocol.messages import WriteKey
+from antiphon.protocol.kv_messages import WriteKey
 
 
 class Tick(Enum):

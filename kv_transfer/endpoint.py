@@ -24,7 +24,7 @@ from antiphon.kv_transfer.transport import Copies, Transport, TransportFactory
 from antiphon.protocol.codec import decode
 from antiphon.protocol.errors import TransferError, WireError
 from antiphon.protocol.identity import KvFingerprint
-from antiphon.protocol.messages import MemoryRegion, RankMemory, WriteKey
+from antiphon.protocol.kv_messages import MemoryRegion, RankMemory, WriteKey
 from antiphon.protocol.rank_messages import ShipOrder
 from antiphon.protocol.staging_messages import SlotFree, StagedWrite
 

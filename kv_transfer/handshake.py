@@ -9,7 +9,7 @@ from antiphon.kv_transfer.plan import GroupLayout, Shard, group_layouts
 from antiphon.kv_transfer.transport import Memory
 from antiphon.protocol.errors import HandshakeError
 from antiphon.protocol.identity import KvFingerprint
-from antiphon.protocol.messages import KvHello, KvWelcome, MemoryRegion, RankMemory
+from antiphon.protocol.kv_messages import KvHello, KvWelcome, MemoryRegion, RankMemory
 
 STAGING = "staging"
 """Name of the region that holds a rank's staging slots."""

@@ -10,7 +10,7 @@ from antiphon.kv_transfer.plan import GroupLayout, Shard, plan_runs
 from antiphon.kv_transfer.probe import probe_page
 from antiphon.kv_transfer.transport import Copies
 from antiphon.protocol.errors import TransferError
-from antiphon.protocol.messages import MemoryRegion
+from antiphon.protocol.kv_messages import MemoryRegion
 
 
 class KvPages(Protocol):

@@ -13,9 +13,9 @@ from antiphon.kv_transfer.ranks import PeerLife, Shipped
 from antiphon.kv_transfer.staging import SlotRange
 from antiphon.protocol.errors import RankLostError, TransferError
 from antiphon.protocol.identity import Role
+from antiphon.protocol.kv_messages import RankMemory, WriteKey
 from antiphon.protocol.link import LinkNode, LinkSettings, Peer
 from antiphon.protocol.link_thread import LinkThread
-from antiphon.protocol.messages import RankMemory, WriteKey
 from antiphon.protocol.rank_messages import (
     CheckProbe,
     ClearProbe,

@@ -13,9 +13,9 @@ from antiphon.kv_transfer.ranks import PeerLife, Shipped
 from antiphon.kv_transfer.staging import SlotRange
 from antiphon.protocol.errors import HandshakeError, TransferError
 from antiphon.protocol.identity import Role, WorkerAddress
+from antiphon.protocol.kv_messages import RankMemory
 from antiphon.protocol.link import FAREWELL, LinkNode, LinkSettings, Peer
 from antiphon.protocol.link_thread import LinkThread
-from antiphon.protocol.messages import RankMemory
 from antiphon.protocol.rank_messages import (
     CheckProbe,
     ClearProbe,

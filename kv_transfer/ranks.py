@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from antiphon.kv_transfer.staging import SlotRange
-from antiphon.protocol.messages import RankMemory, WriteKey
+from antiphon.protocol.kv_messages import RankMemory, WriteKey
 from antiphon.protocol.rank_messages import ShipOrder
 
 T = TypeVar("T")

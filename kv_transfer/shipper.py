@@ -13,7 +13,7 @@ from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
 from antiphon.kv_transfer.transport import Copies
 from antiphon.protocol.codec import encode
 from antiphon.protocol.errors import TransferError
-from antiphon.protocol.messages import WriteChecksum, WriteDone, WriteKey
+from antiphon.protocol.kv_messages import WriteChecksum, WriteDone, WriteKey
 from antiphon.protocol.rank_messages import ShipOrder
 
 

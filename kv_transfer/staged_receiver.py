@@ -12,7 +12,7 @@ from antiphon.kv_transfer.staging import StagingMemory, blocks_of, share_of
 from antiphon.kv_transfer.transfer_thread import TransferThread
 from antiphon.protocol.codec import encode
 from antiphon.protocol.errors import TransferError
-from antiphon.protocol.messages import WriteDone, WriteKey
+from antiphon.protocol.kv_messages import WriteDone, WriteKey
 from antiphon.protocol.staging_messages import SlotFree, StagedWrite
 
 _Ident = tuple[str, int, WriteKey, int]

@@ -35,7 +35,7 @@ from antiphon.kv_transfer.transfer_thread import Fate, TransferThread, WriteOutc
 from antiphon.kv_transfer.transport import Copies, Memory
 from antiphon.protocol.codec import encode
 from antiphon.protocol.errors import TransferError
-from antiphon.protocol.messages import WriteDone, WriteKey
+from antiphon.protocol.kv_messages import WriteDone, WriteKey
 from antiphon.protocol.rank_messages import ShipOrder
 from antiphon.protocol.staging_messages import SlotFree, StagedWrite
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from antiphon.kv_transfer.plan import GroupLayout, Shard, layer_range
 from antiphon.kv_transfer.step_fences import Fence
 from antiphon.protocol.errors import TransferError
-from antiphon.protocol.messages import MemoryRegion
+from antiphon.protocol.kv_messages import MemoryRegion
 from antiphon.protocol.rank_messages import ShipOrder
 from antiphon.protocol.staging_messages import StagedPages
 

@@ -24,26 +24,28 @@ from antiphon.prefill_worker.metrics import PrefillMetrics
 from antiphon.prefill_worker.orders import announced_writes, ship_order
 from antiphon.prefill_worker.peers import DecodePeers
 from antiphon.protocol.errors import TransferError
-from antiphon.protocol.link import LinkNode, Peer
-from antiphon.protocol.link_thread import LinkThread
-from antiphon.protocol.messages import (
-    AbortRequest,
+from antiphon.protocol.kv_messages import (
     AnnounceWrites,
     CancelWrites,
-    FinishReason,
     GrantWrites,
     KvProbeResult,
     KvRefused,
     KvWelcome,
     MissingWrites,
-    PrefillFailed,
-    PrefillFinished,
-    PrefillRequest,
     RefuseWrites,
-    RequestRefused,
     WriteKey,
     WritesDrained,
     WritesFailed,
+)
+from antiphon.protocol.link import LinkNode, Peer
+from antiphon.protocol.link_thread import LinkThread
+from antiphon.protocol.messages import (
+    AbortRequest,
+    FinishReason,
+    PrefillFailed,
+    PrefillFinished,
+    PrefillRequest,
+    RequestRefused,
 )
 from antiphon.protocol.rank_messages import StepMark
 

@@ -21,8 +21,9 @@ from enum import StrEnum
 from antiphon.engine.events import KvWritten
 from antiphon.kv_transfer.ranks import PeerLife
 from antiphon.protocol.errors import IllegalTransition
+from antiphon.protocol.kv_messages import WriteKey
 from antiphon.protocol.link import Peer
-from antiphon.protocol.messages import PrefillRequest, WriteKey
+from antiphon.protocol.messages import PrefillRequest
 from antiphon.protocol.rank_messages import StepMark
 
 

@@ -7,7 +7,8 @@ import torch
 from antiphon.engine.events import KvWritten
 from antiphon.kv_transfer.handshake import page_pairs
 from antiphon.kv_transfer.step_fences import Fence
-from antiphon.protocol.messages import KvTicket, WriteKey
+from antiphon.protocol.kv_messages import WriteKey
+from antiphon.protocol.messages import KvTicket
 from antiphon.protocol.rank_messages import ShipOrder, StepMark
 
 

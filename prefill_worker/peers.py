@@ -21,9 +21,9 @@ from antiphon.kv_transfer.ranks import PeerLife, RankKv, all_of
 from antiphon.kv_transfer.staging import SlotRange
 from antiphon.protocol.errors import HandshakeError
 from antiphon.protocol.identity import KvFingerprint
+from antiphon.protocol.kv_messages import KvHello, KvProbe, KvProbeResult, KvRefused, KvWelcome
 from antiphon.protocol.link import LinkNode, Peer
 from antiphon.protocol.link_thread import LinkThread
-from antiphon.protocol.messages import KvHello, KvProbe, KvProbeResult, KvRefused, KvWelcome
 
 _log = logging.getLogger(__name__)
 _FIRST_RETRY_S = 0.5

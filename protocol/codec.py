@@ -5,9 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from antiphon.protocol.errors import WireError
-from antiphon.protocol.messages import AnyMessage, Message
+from antiphon.protocol.kv_messages import KvMessage
+from antiphon.protocol.messages import Message, RequestMessage
 from antiphon.protocol.rank_messages import RankMessage
 from antiphon.protocol.staging_messages import StagingMessage
+
+AnyMessage = RequestMessage | KvMessage
+"""Every message that may stand alone on a link."""
 
 WireMessage = AnyMessage | RankMessage | StagingMessage
 """Everything that may stand alone on a wire of any kind."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from antiphon.protocol.codec import AnyMessage
 from antiphon.protocol.link_wire import Peer
-from antiphon.protocol.messages import AnyMessage
 
 
 class LinkHandler(Protocol):

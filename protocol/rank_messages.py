@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from antiphon.protocol.messages import Message, RankMemory, WriteKey
+from antiphon.protocol.kv_messages import RankMemory, WriteKey
+from antiphon.protocol.messages import Message
 
 
 class StepMark(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):

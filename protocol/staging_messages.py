@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from antiphon.protocol.messages import Message, WriteKey
+from antiphon.protocol.kv_messages import WriteKey
+from antiphon.protocol.messages import Message
 
 
 class StagedPages(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,10 +7,11 @@ from typing import get_args
 
 import structlog
 
+from antiphon.protocol.codec import AnyMessage
 from antiphon.protocol.identity import Role, Topology, WorkerAddress, new_epoch
 from antiphon.protocol.link import LinkNode, LinkSettings
 from antiphon.protocol.link_wire import Peer
-from antiphon.protocol.messages import AnyMessage, Message
+from antiphon.protocol.messages import Message
 from antiphon.router.dispatch.gateway import GatewayListener, WorkerMessage, WorkerUnreachable
 
 log = structlog.get_logger("antiphon.router.links")

@@ -8,7 +8,7 @@ from pathlib import Path
 from antiphon.cluster.actors import DecodeActor, PrefillActor
 from antiphon.kv_transfer.transport import Copies, Memory, Transport, WriteId, WriteState
 from antiphon.protocol.codec import decode
-from antiphon.protocol.messages import WriteDone
+from antiphon.protocol.kv_messages import WriteDone
 
 FAILED_WRITE = 3
 """The write of KV (counted from 1) that ends in an error though it was posted."""

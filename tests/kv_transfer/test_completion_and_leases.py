@@ -7,7 +7,7 @@ import pytest
 from antiphon.kv_transfer.completion import CompletionSet, Tick
 from antiphon.kv_transfer.leases import WriteLeases, Writer
 from antiphon.protocol.errors import IllegalTransition
-from antiphon.protocol.messages import WriteKey
+from antiphon.protocol.kv_messages import WriteKey
 
 KEYS = [WriteKey(0, chunk, group) for chunk in range(2) for group in range(2)]
 

@@ -23,7 +23,7 @@ from antiphon.model.config import GptOssConfig
 from antiphon.protocol.codec import decode
 from antiphon.protocol.errors import HandshakeError
 from antiphon.protocol.identity import KvFingerprint
-from antiphon.protocol.messages import KvHello, MemoryRegion, RankMemory, WriteDone
+from antiphon.protocol.kv_messages import KvHello, MemoryRegion, RankMemory, WriteDone
 from antiphon.protocol.rank_messages import ShipOrder, StepMark
 
 SHAPE = GptOssConfig(

@@ -27,7 +27,7 @@ from antiphon.kv_transfer.step_fences import StepFences
 from antiphon.model.config import GptOssConfig
 from antiphon.protocol.codec import decode
 from antiphon.protocol.errors import TransferError
-from antiphon.protocol.messages import WriteDone, WriteKey
+from antiphon.protocol.kv_messages import WriteDone, WriteKey
 from antiphon.protocol.rank_messages import ShipOrder, StepMark
 from antiphon.protocol.staging_messages import StagedWrite
 

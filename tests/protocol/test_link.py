@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from antiphon.protocol import link_wire
+from antiphon.protocol.codec import AnyMessage
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import PROTOCOL_VERSION, Role, WorkerAddress
 from antiphon.protocol.link import LinkNode, LinkSettings, Peer
-from antiphon.protocol.messages import AbortRequest, AnyMessage, TokensAck
+from antiphon.protocol.messages import AbortRequest, TokensAck
 
 TOKEN = "a cluster token for tests"
 FAST = LinkSettings(

@@ -14,17 +14,17 @@ from antiphon.kv_transfer.checksum import crc32_of
 from antiphon.kv_transfer.leases import Writer
 from antiphon.kv_transfer.transport import Memory
 from antiphon.protocol.identity import Role
-from antiphon.protocol.link import Peer
-from antiphon.protocol.messages import (
+from antiphon.protocol.kv_messages import (
     AnnounceWrites,
     GrantWrites,
-    Message,
     RefuseWrites,
     WriteChecksum,
     WriteDone,
     WriteKey,
     WritesDrained,
 )
+from antiphon.protocol.link import Peer
+from antiphon.protocol.messages import Message
 
 EPOCH, TIMEOUT_S = 77, 1.0
 KEY = ("r", 3)

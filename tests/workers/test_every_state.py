@@ -18,9 +18,7 @@ import pytest
 from antiphon.decode_worker.receiver import ReceiveState
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
 from antiphon.prefill_worker.jobs import JobState
-from antiphon.protocol.link import LinkNode, Peer
-from antiphon.protocol.messages import (
-    AbortRequest,
+from antiphon.protocol.kv_messages import (
     AnnounceWrites,
     CancelWrites,
     GrantWrites,
@@ -29,6 +27,8 @@ from antiphon.protocol.messages import (
     WritesDrained,
     WritesFailed,
 )
+from antiphon.protocol.link import LinkNode, Peer
+from antiphon.protocol.messages import AbortRequest
 
 Start = Callable[..., tuple[Any, Any]]
 PROMPT_TOKENS, OUTPUT_TOKENS = 90, 12

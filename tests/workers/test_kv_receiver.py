@@ -14,19 +14,18 @@ from antiphon.decode_worker.receiver import Key, KvReceiver, ReceiveState
 from antiphon.kv_transfer.leases import Writer
 from antiphon.protocol.errors import WireError
 from antiphon.protocol.identity import Role
-from antiphon.protocol.link import Peer
-from antiphon.protocol.messages import (
+from antiphon.protocol.kv_messages import (
     AnnounceWrites,
     CancelWrites,
     GrantWrites,
-    Message,
     MissingWrites,
-    TokenOutput,
     WriteDone,
     WriteKey,
     WritesDrained,
     WritesFailed,
 )
+from antiphon.protocol.link import Peer
+from antiphon.protocol.messages import Message, TokenOutput
 
 EPOCH = 77
 KEYS = [WriteKey(0, chunk, group) for chunk in range(2) for group in range(2)]

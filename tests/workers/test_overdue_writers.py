@@ -9,8 +9,8 @@ import pytest
 from antiphon.decode_worker.receiver import Key, KvReceiver
 from antiphon.kv_transfer.leases import Writer
 from antiphon.protocol.identity import Role
+from antiphon.protocol.kv_messages import AnnounceWrites, WriteKey, WritesDrained
 from antiphon.protocol.link import Peer
-from antiphon.protocol.messages import AnnounceWrites, WriteKey, WritesDrained
 
 EPOCH, LEASE_S = 5, 10.0
 WRITER = Peer(Role.PREFILL, "prefill-0", 9)

@@ -8,7 +8,7 @@ from typing import Any
 
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
 from antiphon.protocol.codec import encode
-from antiphon.protocol.messages import AnnounceWrites, WriteDone, WriteKey, WritesDrained
+from antiphon.protocol.kv_messages import AnnounceWrites, WriteDone, WriteKey, WritesDrained
 
 Start = Callable[..., tuple[Any, Any]]
 

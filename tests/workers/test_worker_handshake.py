@@ -20,8 +20,8 @@ from antiphon.kv_transfer.slot_allotment import SlotAllotment
 from antiphon.prefill_worker.peers import TIMED_ROUNDS
 from antiphon.protocol.errors import ConfigError, TransferError
 from antiphon.protocol.identity import Role
+from antiphon.protocol.kv_messages import KvHello
 from antiphon.protocol.link import Peer
-from antiphon.protocol.messages import KvHello
 
 Start = Callable[..., tuple[Any, Any]]
 

@@ -34,7 +34,8 @@ from antiphon.model.transformer import Transformer
 from antiphon.protocol.codec import decode
 from antiphon.protocol.errors import RankLostError
 from antiphon.protocol.identity import Role, Topology
-from antiphon.protocol.messages import SamplingParams, WriteDone
+from antiphon.protocol.kv_messages import WriteDone
+from antiphon.protocol.messages import SamplingParams
 from antiphon.protocol.staging_messages import StagedWrite
 
 TOKEN = "a cluster token for tests"
