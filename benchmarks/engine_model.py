@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from antiphon.configs.schema import standard_graphed_chunks
+from antiphon.configs.workers import standard_graphed_chunks
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.settings import EngineSettings
 from antiphon.model.checkpoint.load import fill

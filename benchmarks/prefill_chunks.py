@@ -24,7 +24,7 @@ from torch import Tensor
 from antiphon.benchmarks.engine import first_token
 from antiphon.benchmarks.engine_model import PAGE, Bench, BenchmarkError, free_memory, make_bench
 from antiphon.benchmarks.records import checkout_commit, now
-from antiphon.configs.schema import standard_graphed_chunks
+from antiphon.configs.workers import standard_graphed_chunks
 from antiphon.engine.device_executor import DeviceExecutor
 from antiphon.engine.device_runtime import Completion, CudaRuntime, DeviceRuntime, HostRuntime
 from antiphon.engine.loop import EngineLoop

@@ -18,7 +18,8 @@ import structlog
 from antiphon.cluster.member import Member, MemberState
 from antiphon.cluster.process import ProcessStatus
 from antiphon.cluster.supervisor import OperationFailed, Supervisor
-from antiphon.configs.schema import AutoscaleConfig, DeploymentConfig
+from antiphon.configs.operation import AutoscaleConfig
+from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.identity import Role
 
 log = structlog.get_logger("antiphon.autoscaler")

@@ -239,7 +239,7 @@ def split(
     from antiphon.benchmarks.serve.slo import parse_duration_s
     from antiphon.benchmarks.split.command import Limits, run_command
     from antiphon.benchmarks.split.mixes import parse_mixes
-    from antiphon.configs.schema import load_deployment
+    from antiphon.configs.deployment_file import load_deployment
 
     limits = Limits(
         parse_duration_s(ttft, "ttft") * 1e3,

@@ -7,7 +7,8 @@ from pathlib import Path
 from antiphon.cluster.layout_check import GIB, check_memory, gpus_of, notes, rank_needs, table
 from antiphon.cluster.process_plan import plan_processes
 from antiphon.cluster.resolution import max_context_tokens
-from antiphon.configs.schema import DeploymentConfig, load_deployment
+from antiphon.configs.deployment_file import load_deployment
+from antiphon.configs.schema import DeploymentConfig
 from antiphon.demo.shape import MODEL_NAME, TINY
 from antiphon.model.checkpoint.index import open_checkpoint
 from antiphon.model.config import PRESETS, GptOssConfig

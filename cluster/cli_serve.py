@@ -16,7 +16,8 @@ from antiphon.cluster.logs import configure_logs
 from antiphon.cluster.process_plan import plan_processes
 from antiphon.cluster.resolution import resolve_deployment
 from antiphon.configs import schema
-from antiphon.configs.schema import DeploymentConfig, load_deployment
+from antiphon.configs.deployment_file import load_deployment
+from antiphon.configs.schema import DeploymentConfig
 
 DEFAULT_CONFIG = Path(schema.__file__).with_name("local-cpu.yaml")
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from antiphon.configs.schema import DeploymentConfig, WorkerConfig
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.configs.workers import WorkerConfig
 from antiphon.kernels.reference import MXFP4_BLOCK
 from antiphon.model.checkpoint.layout import TensorKind
 from antiphon.model.config import GptOssConfig

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.configs.schema import DeploymentConfig, WorkerConfig
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.configs.workers import WorkerConfig
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.engine.kv_staging import make_staging
 from antiphon.engine.settings import EngineSettings

@@ -18,7 +18,8 @@ from antiphon.cluster.rank_assembly import (
     weight_cache,
     worker_config,
 )
-from antiphon.configs.schema import DeploymentConfig, WorkerConfig
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.configs.workers import WorkerConfig
 from antiphon.decode_worker.worker import DecodeWorker
 from antiphon.engine.events import KvWritten, PagesReserved, PrefillStarted
 from antiphon.engine.loop import EngineLoop

@@ -12,14 +12,15 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from antiphon.configs.schema import DeploymentConfig, Section
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.configs.section import Section
 
 INTRODUCTION = """\
 # Configuration
 
 What `antiphon serve --config FILE` reads is one YAML file of the keys below. An unknown key is an error,
 units are in the names, and `antiphon config show FILE` prints a file with every default filled in.
-This page is made from `configs/schema.py` by `make docs`.
+This page is made from the sections in `configs/` by `make docs`.
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from antiphon.configs.schema import WorkerConfig
+from antiphon.configs.workers import WorkerConfig
 from antiphon.model.config import GptOssConfig
 from antiphon.protocol.errors import ConfigError
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from antiphon.configs.schema import TransferConfig
+from antiphon.configs.workers import TransferConfig
 from antiphon.engine.events import EngineEvent, KvWritten, PrefillComputed, PrefillStarted, SequenceFinished
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.rejection import RequestRejected

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from antiphon.configs.schema import KeyLimitsConfig
+from antiphon.configs.front_end import KeyLimitsConfig
 from antiphon.protocol.errors import AntiphonError
 
 

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 import structlog
 import uvicorn
 
-from antiphon.configs.schema import DeploymentConfig, ResponseStoreConfig, RouterConfig
+from antiphon.configs.front_end import ResponseStoreConfig, RouterConfig
+from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Topology
 from antiphon.router.admission import Admission

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from antiphon.configs.schema import DeploymentConfig, WorkerConfig
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.configs.workers import WorkerConfig
 from antiphon.protocol.errors import ConfigError
 
 SPLIT = "split"

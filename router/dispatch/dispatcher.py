@@ -12,7 +12,7 @@ import time
 
 import structlog
 
-from antiphon.configs.schema import RouterConfig
+from antiphon.configs.front_end import RouterConfig
 from antiphon.protocol.identity import Role, WorkerAddress
 from antiphon.protocol.messages import (
     Finish,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import structlog
 
-from antiphon.configs.schema import RouterConfig
+from antiphon.configs.front_end import RouterConfig
 from antiphon.protocol.identity import Role
 from antiphon.router.dispatch.generation import Generation
 from antiphon.router.dispatch.legs import Legs, Placed

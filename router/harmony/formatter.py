@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 
-from antiphon.configs.schema import RouterConfig
+from antiphon.configs.front_end import RouterConfig
 from antiphon.router.conversation import Conversation, ToolChoiceMode
 from antiphon.router.formatter import RenderedPrompt
 from antiphon.router.harmony.grammar import answer_grammar

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from antiphon.configs.schema import RouterConfig
+from antiphon.configs.front_end import RouterConfig
 from antiphon.router.admission import Admission
 from antiphon.router.dispatch.dispatcher import Dispatcher
 from antiphon.router.formatter import ChatFormatter

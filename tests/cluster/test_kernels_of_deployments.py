@@ -10,7 +10,7 @@ import pytest
 from antiphon.cluster.cli import kernels_build
 from antiphon.cluster.cli_kernels import parse_layout
 from antiphon.cluster.layout_check import layout_of, pools
-from antiphon.configs.schema import load_deployment
+from antiphon.configs.deployment_file import load_deployment
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -13,7 +13,8 @@ from antiphon.cluster.cli_config import check_file
 from antiphon.cluster.deployment import check_gpus_are_here
 from antiphon.cluster.layout_check import GIB, check_memory, gpus_of, notes, rank_needs
 from antiphon.cluster.process_plan import plan_processes
-from antiphon.configs.schema import DeploymentConfig, load_deployment
+from antiphon.configs.deployment_file import load_deployment
+from antiphon.configs.schema import DeploymentConfig
 from antiphon.demo.shape import MODEL_NAME, TINY
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.model.config import PRESETS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.configs.schema import load_deployment
+from antiphon.configs.deployment_file import load_deployment
 from antiphon.protocol.errors import ConfigError
 
 MODEL = "model: {path: somewhere/gpt-oss-tiny}\n"

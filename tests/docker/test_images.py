@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from antiphon.cluster.process_plan import plan_processes
-from antiphon.configs.schema import load_deployment
+from antiphon.configs.deployment_file import load_deployment
 from antiphon.demo.shape import MODEL_NAME
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,8 @@ from greedy_reference import Case, Reference, make_cases
 from token_client import running_workers
 
 from antiphon.cluster.ray_cluster import ACTOR_KINDS
-from antiphon.configs.schema import DeploymentConfig, KvCacheConfig
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.configs.workers import KvCacheConfig
 from antiphon.engine.events import SequenceFinished, TokensSampled
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.requests import EngineRequest, RequestKind

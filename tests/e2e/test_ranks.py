@@ -12,7 +12,8 @@ from actor_processes import actor_processes
 from greedy_reference import Reference, make_cases
 from token_client import Workers, running_workers
 
-from antiphon.configs.schema import DeploymentConfig, WorkerConfig
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.configs.workers import WorkerConfig
 from antiphon.protocol.identity import Role
 
 pytestmark = pytest.mark.e2e

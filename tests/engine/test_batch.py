@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from antiphon.configs.schema import KvCacheConfig, WorkerConfig
+from antiphon.configs.workers import KvCacheConfig, WorkerConfig
 from antiphon.engine.batch import Work, build_forward_batch
 from antiphon.engine.sequence import PageTable, Sequence
 from antiphon.engine.settings import EngineSettings

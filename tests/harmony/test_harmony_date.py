@@ -7,7 +7,8 @@ import datetime
 import pytest
 import yaml
 
-from antiphon.configs.schema import DeploymentConfig, RouterConfig
+from antiphon.configs.front_end import RouterConfig
+from antiphon.configs.schema import DeploymentConfig
 from antiphon.router.conversation import ChatMessage, Conversation, MessageRole
 from antiphon.router.harmony.formatter import HarmonyFormatter
 

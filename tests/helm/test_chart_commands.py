@@ -18,7 +18,7 @@ from command_line import parse_with_the_cli
 from rendered_chart import CHART, Release, Renderer
 
 from antiphon.cluster.process_plan import plan_processes
-from antiphon.configs.schema import load_deployment
+from antiphon.configs.deployment_file import load_deployment
 
 SCRIPTS = CHART / "files/scripts"
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from antiphon.configs.schema import RouterConfig
+from antiphon.configs.front_end import RouterConfig
 from antiphon.protocol.messages import RequestRefused, SamplingParams
 from antiphon.router.dispatch.dispatcher import Dispatcher
 from antiphon.router.dispatch.generation import Generation, GenerationEnded, OutputChannel, TokensArrived

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from antiphon.configs.schema import KeyLimitsConfig
+from antiphon.configs.front_end import KeyLimitsConfig
 from antiphon.router.byte_format import CONTENT, byte_answer
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
 from antiphon.router.key_limits import KeyLimits, LimitReached

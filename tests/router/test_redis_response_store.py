@@ -14,7 +14,7 @@ import orjson
 import pytest
 import redis
 
-from antiphon.configs.schema import ResponseStoreConfig
+from antiphon.configs.front_end import ResponseStoreConfig
 from antiphon.protocol.errors import ConfigError
 from antiphon.router.byte_format import CONTENT, REASONING, byte_answer
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway

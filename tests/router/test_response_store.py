@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.configs.schema import ResponseStoreConfig
+from antiphon.configs.front_end import ResponseStoreConfig
 from antiphon.protocol.errors import ConfigError
 from antiphon.router.openai.response_store import StoredResponse
 from antiphon.router.openai.sqlite_response_store import SqliteResponseStore

@@ -10,7 +10,7 @@ import httpx
 import pydantic
 import pytest
 
-from antiphon.configs.schema import RouterConfig
+from antiphon.configs.front_end import RouterConfig
 from antiphon.protocol.errors import ConfigError
 
 
