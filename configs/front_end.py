@@ -67,6 +67,14 @@ class RouterConfig(Section):
     """Requests waiting for admission; beyond it 429."""
     max_body_bytes: int = pydantic.Field(16 * 1024 * 1024, ge=1024)
     """Largest request body; beyond it 413."""
+    head_timeout_s: float = pydantic.Field(30.0, gt=0)
+    """The URL and the headers of a request must have come after this long, from their first byte or the
+    connection's start; beyond it 408 and the connection is closed."""
+    body_timeout_s: float = pydantic.Field(60.0, gt=0)
+    """A request body must have come after this long and what its bytes take at ``body_min_bytes_per_s``, and
+    never stop for this long; beyond it 408 and the connection is closed."""
+    body_min_bytes_per_s: int = pydantic.Field(16 * 1024, ge=1)
+    """The slowest that a request body may come."""
     request_timeout_s: float = pydantic.Field(600.0, gt=0)
     """Deadline of a request that names none."""
     max_attempts: int = pydantic.Field(3, ge=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import traceback
 import uuid
@@ -20,10 +19,7 @@ from antiphon.router.http_connection import abort_connection
 from antiphon.router.metrics import RouterMetrics
 from antiphon.router.openai.errors import (
     ApiError,
-    body_stalled,
-    body_too_large,
     client_left,
-    invalid,
     invalid_api_key,
     method_not_allowed,
     not_found,
@@ -38,8 +34,6 @@ log = structlog.get_logger("antiphon.router.http")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json", *PAGE_PATHS})
 """What probes, scrapers and browsers read without a key."""
-BODY_IDLE_TIMEOUT_S = 60.0
-"""How long a client may send nothing in the middle of a body before its connection is given up."""
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 """Paths that name a span; others may hold ids, and their route is an attribute."""
 _ERROR_TYPE = "antiphon.error_type"
@@ -174,41 +168,3 @@ def _allowed_methods(request: Request) -> str:
     matching = [route for route in routes if route.path_regex.match(request.scope["path"])]
     methods = {method for route in matching for method in route.methods or ()}
     return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
-
-
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body.
-
-    Raises:
-        ApiError: 413 beyond the limit; 400 for a content length that is no number, or an encoded body; 408
-            when the client stops in its middle.
-    """
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() not in ("", "identity"):
-        raise invalid(
-            f"A body of content-encoding '{encoding[:32]}' cannot be read; send it as it is.",
-            None,
-            "invalid_header",
-        )
-    declared = request.headers.get("content-length")
-    if declared is not None:
-        if not declared.isdecimal():
-            raise invalid("Content-Length is not a number.", None, "invalid_header")
-        if int(declared) > limit_bytes:
-            raise body_too_large(limit_bytes)
-    chunks: list[bytes] = []
-    size = 0
-    parts = request.stream()
-    while True:
-        try:
-            async with asyncio.timeout(BODY_IDLE_TIMEOUT_S):
-                chunk = await anext(parts)
-        except StopAsyncIteration:
-            break
-        except TimeoutError:
-            raise body_stalled(BODY_IDLE_TIMEOUT_S) from None
-        size += len(chunk)
-        if size > limit_bytes:
-            raise body_too_large(limit_bytes)
-        chunks.append(chunk)
-    return b"".join(chunks)

@@ -1,41 +1,184 @@
-"""What the router asks of its HTTP server beyond ASGI: drop a client at once, write without a task's turn."""
+"""What the router asks of its HTTP server beyond ASGI.
+
+Drop a client at once, write without a task's turn, and wait for no client for ever.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import struct
+from enum import Enum, auto
+from http import HTTPStatus
 from typing import Any
 
+import structlog
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from antiphon.router.openai.errors import invalid
+from antiphon.router.openai.errors import ApiError, head_too_large, head_too_slow, invalid
 
+log = structlog.get_logger("antiphon.router.http")
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a URL and headers together."""
+LINGER_S = 2.0
+"""A refused client gets so long to stop sending and read why."""
 _STATE_KEY = "antiphon.connection"
 
 
+class _Part(Enum):
+    """What of a request comes next."""
+
+    HEAD_BEGIN = auto()
+    HEAD_REST = auto()
+    BODY = auto()
+    IGNORED = auto()
+    """The client has been refused, and may not have read that yet."""
+
+
+class _HeadTooLarge(Exception):
+    """Stops the parser at a head that is over the limit."""
+
+
 class AbortableProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol that leaves itself in the request's state.
+    """uvicorn's HTTP protocol that leaves itself in the request's state, and bounds what clients may hold.
 
     ASGI has no word for "drop this client": returning early makes uvicorn flush first, which a client that
     does not read turns into for ever.
+
+    uvicorn waits for ever for a head, or for the rest of a body that nobody reads. Here one timer runs while
+    either comes; the bodies of requests are bounded by who reads them (``request_body.py``), and answers by
+    the bound on slow readers.
     """
+
+    head_timeout_s: float
+    """From the first byte of a head, or the connection's start, to its end."""
+    body_timeout_s: float
+    """How long the rest of a body may still come once its request has been answered."""
+
+    _part = _Part.HEAD_BEGIN
+    _timer: asyncio.TimerHandle | None = None
+    _head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected."""
         self.app_state: dict[str, Any] = {**self.app_state, _STATE_KEY: self}
         super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """More of a request came; line ends before one count as its beginning."""
+        if self._part is _Part.IGNORED:
+            return
+        if self._part is _Part.HEAD_BEGIN and self._timer is None:
+            self._await_head()
+        rest_of_head = self._part is _Part.HEAD_REST
+        super().data_received(data)
+        if rest_of_head and self._part is _Part.HEAD_REST:
+            # The parser keeps a value to itself until it ends.
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(head_too_large(MAX_HEAD_BYTES))
+
+    def on_message_begin(self) -> None:
+        """A request's first byte."""
+        super().on_message_begin()
+        self._part, self._head_bytes = _Part.HEAD_REST, 0
+        if self._timer is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        """A request's head is there."""
+        self._head_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _HeadTooLarge
+        self._part = _Part.BODY
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """A whole request is there."""
+        self._part = _Part.HEAD_BEGIN
+        self._stop_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """A request has been answered."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._part is _Part.BODY and self.cycle.response_complete:
+            self._stop_timer()
+            self._timer = self.loop.call_later(self.body_timeout_s, self.transport.close)
+        elif self._timer is not None:
+            self._await_head()  # nothing was read of it while the answer was made
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP: say so in the API's own form, and close."""
-        body = invalid(msg, None, "invalid_http").body()
+        """What came is no HTTP, or too much of it: say so in the API's own form, and close."""
+        too_large = self._head_bytes > MAX_HEAD_BYTES
+        self._refuse(head_too_large(MAX_HEAD_BYTES) if too_large else invalid(msg, None, "invalid_http"))
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(self.head_timeout_s, self._head_is_late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _head_is_late(self) -> None:
+        self._timer = None
+        if self._answering:
+            self._await_head()  # of the next request: the answer to this one goes on
+        elif self._part is _Part.HEAD_REST:
+            self._refuse(head_too_slow(self.head_timeout_s))
+        else:
+            self.transport.close()  # asked nothing: there is nothing to answer
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what is no request, and close; while another answer is made or written, only close."""
+        self._stop_timer()
+        if self.transport.is_closing():
+            return
+        its_own_body = self._part is _Part.BODY and not self.cycle.response_started
+        self._part = _Part.IGNORED
+        if self._answering and not its_own_body:
+            self.transport.close()
+            return
+        body = error.body()
+        phrase = HTTPStatus(error.status).phrase.encode()
         head = (
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\nconnection: close\r\n\r\n"
         )
-        self.transport.write(head % len(body) + body)
-        self.transport.close()
+        self.transport.write(head % (error.status, phrase, len(body)) + body)
+        log.info("connection_refused", status=error.status, error=error.metric_type)
+        if self.transport.can_write_eof() and not its_own_body:
+            # Closing upon what has not been read resets the connection, and the client loses the answer.
+            self.transport.write_eof()
+            self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
+
+
+def protocol_class(head_timeout_s: float, body_timeout_s: float) -> type[AbortableProtocol]:
+    """The protocol with these limits, for a server that makes one for each connection."""
+    return type(
+        AbortableProtocol.__name__,
+        (AbortableProtocol,),
+        {"head_timeout_s": head_timeout_s, "body_timeout_s": body_timeout_s},
+    )
 
 
 class StreamedBody:

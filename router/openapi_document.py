@@ -32,7 +32,7 @@ _STATUSES = {
     401: "No accepted API key; only where keys are configured.",
     404: "Unknown model, response or item.",
     405: "Unknown method.",
-    408: "Nothing came of the body for too long.",
+    408: "The body came too slowly.",
     413: "The body is too large.",
     429: "Too many requests at one time; see Retry-After.",
     500: "The request failed.",

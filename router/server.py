@@ -27,7 +27,7 @@ from antiphon.router.app import create_app, wrap_app
 from antiphon.router.dispatch.dispatcher import Dispatcher
 from antiphon.router.dispatch.gateway import WorkerGateway
 from antiphon.router.formatter import ChatFormatter
-from antiphon.router.http_connection import AbortableProtocol
+from antiphon.router.http_connection import protocol_class
 from antiphon.router.key_limits import KeyLimits
 from antiphon.router.lifecycle import EndKind
 from antiphon.router.metrics import RouterMetrics
@@ -121,7 +121,7 @@ class RouterServer:
         self._server = _EmbeddedServer(
             uvicorn.Config(
                 wrap_app(app, self._context, keys),
-                http=AbortableProtocol,
+                http=protocol_class(router.head_timeout_s, router.body_timeout_s),
                 ws="none",
                 lifespan="off",
                 log_config=None,

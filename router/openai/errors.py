@@ -107,13 +107,27 @@ def body_too_large(limit_bytes: int) -> ApiError:
     )
 
 
-def body_stalled(idle_s: float) -> ApiError:
+def body_too_slow(size_bytes: int, seconds: float) -> ApiError:
     """408; the connection is closed, since nobody knows what its next bytes would be."""
     return ApiError(
         408,
-        f"Nothing came of the request body for {idle_s:g} seconds.",
+        f"The request body comes too slowly: {size_bytes} bytes in {seconds:.3g} seconds.",
         code="request_timeout",
         headers={"connection": "close"},
+    )
+
+
+def head_too_slow(seconds: float) -> ApiError:
+    """408; the connection is closed."""
+    return ApiError(
+        408, f"The request's head did not end within {seconds:g} seconds.", code="request_timeout"
+    )
+
+
+def head_too_large(limit_bytes: int) -> ApiError:
+    """431; the connection is closed, since what would come next is still this head."""
+    return ApiError(
+        431, f"The URL and the headers together are larger than {limit_bytes} bytes.", code="head_too_large"
     )
 
 

@@ -51,6 +51,7 @@ async def exchange(deployment: Any, sent: bytes, answers: int = 1) -> list[tuple
         b"FOO /v1/models HTTP/1.1\r\nhost: x\r\n\r\n",
         post(b"{}").replace(b"content-length: 2", b"content-length: two"),
         post(b"{}").replace(b"content-length: 2", b"content-length: -2"),
+        post(b"5\r\nhello\r\nfive\r\nhello").replace(b"content-length: 21", b"transfer-encoding: chunked"),
     ],
 )
 async def test_what_is_no_http_gets_the_same_body(deploy, sent):
@@ -85,9 +86,8 @@ async def test_a_body_that_ends_early_leaves_nothing_behind(deploy, until):
     assert (await deployment.chat()).status_code == 200
 
 
-async def test_a_body_that_stalls_is_given_up(deploy, monkeypatch):
-    monkeypatch.setattr("antiphon.router.http_boundary.BODY_IDLE_TIMEOUT_S", 0.2)
-    deployment = await deploy()
+async def test_a_body_that_stalls_is_given_up(deploy):
+    deployment = await deploy(body_timeout_s=0.2)
     url = httpx.URL(deployment.server.url)
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(post(b"{}").replace(b"content-length: 2", b"content-length: 50"))

@@ -1,0 +1,176 @@
+"""Clients that send a request slowly, or none: dropped in time, and never in the middle of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from antiphon.router.byte_format import CONTENT, byte_answer
+from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+
+CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}).encode()
+GET = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def post(path: str = "/v1/chat/completions", length: int = len(CHAT)) -> bytes:
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n".encode()
+
+
+@asynccontextmanager
+async def connection(deployment) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    url = httpx.URL(deployment.server.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    try:
+        async with asyncio.timeout(20):
+            yield reader, writer
+    finally:
+        writer.close()
+
+
+async def trickle(writer: asyncio.StreamWriter, parts: Iterable[bytes], pause_s: float = 0.02) -> None:
+    """Send one part after the other until the server has had enough."""
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+    except ConnectionError:
+        pass
+
+
+def single(data: bytes) -> list[bytes]:
+    return [bytes([byte]) for byte in data]
+
+
+async def refused(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, parts: list[bytes]) -> bytes:
+    """All that comes back until the server closes, while the parts are sent; fails where they all were."""
+    sending = asyncio.create_task(trickle(writer, parts))
+    answer = await reader.read()
+    assert not sending.done(), "the client was allowed to send everything"
+    sending.cancel()
+    return answer
+
+
+def error_of(answer: bytes) -> tuple[int, str]:
+    head, body = answer.split(b"\r\n\r\n", 1)
+    assert b"\r\nconnection: close" in head
+    return int(head.split()[1]), json.loads(body)["error"]["code"]
+
+
+HEADS = {
+    "request line": single(b"GET /" + b"a" * 2000),
+    "header value": [GET[:-4], *single(b"a" * 2000)],
+    "headers": [GET[:-2], *(b"x-%d: 1\r\n" % i for i in range(2000))],
+}
+
+
+@pytest.mark.parametrize("parts", HEADS.values(), ids=HEADS)
+async def test_a_head_in_small_pieces_is_408(deploy, parts):
+    deployment = await deploy(head_timeout_s=0.3)
+    async with connection(deployment) as (reader, writer):
+        assert error_of(await refused(reader, writer, parts)) == (408, "request_timeout")
+    assert (await deployment.chat()).status_code == 200
+
+
+async def test_a_second_head_is_bounded_as_the_first(deploy):
+    deployment = await deploy(head_timeout_s=0.3)
+    async with connection(deployment) as (reader, writer):
+        writer.write(GET)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+        await reader.readexactly(int(length.split(b":")[1]))
+        assert error_of(await refused(reader, writer, single(GET[:-4] + b"a" * 2000))) == (
+            408,
+            "request_timeout",
+        )
+
+
+@pytest.mark.parametrize("parts", [[], [b"\r\n"] * 2000], ids=["nothing", "line ends"])
+async def test_a_connection_that_asks_nothing_is_closed_without_a_word(deploy, parts):
+    deployment = await deploy(head_timeout_s=0.3)
+    async with connection(deployment) as (reader, writer):
+        sending = asyncio.create_task(trickle(writer, parts))
+        assert await reader.read() == b""
+        sending.cancel()
+
+
+@pytest.mark.parametrize("size", [30, 10_000])
+async def test_a_body_in_small_pieces_is_408(deploy, size):
+    deployment = await deploy(body_timeout_s=0.3, body_min_bytes_per_s=100_000)
+    async with connection(deployment) as (reader, writer):
+        parts = [post(length=10_000_000), b"x" * size, *single(b" " * 2000)]
+        assert error_of(await refused(reader, writer, parts)) == (408, "request_timeout")
+    assert (await deployment.chat()).status_code == 200
+    assert await deployment.metric("request_errors_total", error_type="request_timeout") == 1
+
+
+async def test_a_body_that_is_fast_enough_may_take_longer_than_the_timeout(deploy):
+    deployment = await deploy(body_timeout_s=0.5, body_min_bytes_per_s=50)
+    body = CHAT[:-1] + b" " * 200 + b"}"
+    began = time.monotonic()
+    async with connection(deployment) as (reader, writer):
+        pieces = [body[i : i + 6] for i in range(0, len(body), 6)]
+        sending = asyncio.create_task(trickle(writer, [post(length=len(body)), *pieces], 0.03))
+        assert b" 200 " in (await reader.readuntil(b"\r\n\r\n"))
+        await sending
+    assert time.monotonic() - began > 0.75
+
+
+async def test_a_body_that_nobody_reads_does_not_hold_its_connection(deploy):
+    deployment = await deploy(body_timeout_s=0.3)
+    async with connection(deployment) as (reader, writer):
+        answer = await refused(reader, writer, [post("/nowhere", 10_000_000), *single(b" " * 2000)])
+        assert answer.startswith(b"HTTP/1.1 404 ")
+        assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(
+    "parts", [[b"GET /v1/models HTT"], [], [b"\r\n"] * 20], ids=["head", "nothing", "ends"]
+)
+async def test_an_answer_may_last_and_is_not_written_into(deploy, parts):
+    """Longer than both limits, while the next request's head is begun and not ended."""
+    workers = ScriptedGateway(lambda _: byte_answer((CONTENT, "x" * 80)))
+    workers.step_s = 0.01
+    deployment = await deploy(workers, head_timeout_s=0.2, body_timeout_s=0.2)
+    body = CHAT[:-1] + b', "stream": true}'
+    async with connection(deployment) as (reader, writer):
+        writer.write(post(length=len(body)) + body)
+        await trickle(writer, parts)
+        answer = await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert answer.count(b'"content":"x"') == 80
+        assert answer.count(b"HTTP/1.1") == 1
+        if parts == [b"GET /v1/models HTT"]:
+            writer.write(b"P/1.1\r\nhost: x\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_what_is_no_http_ends_a_stream_without_a_word_in_it(deploy, until):
+    workers = ScriptedGateway(lambda _: byte_answer((CONTENT, "x" * 400)))
+    workers.step_s = 0.01
+    deployment = await deploy(workers)
+    body = CHAT[:-1] + b', "stream": true}'
+    async with connection(deployment) as (reader, writer):
+        writer.write(post(length=len(body)) + body)
+        await reader.readuntil(b'"content":"x"')
+        writer.write(b"\x16\x03\x01")
+        rest = await reader.read()
+        assert b"HTTP/1.1" not in rest
+        assert b"[DONE]" not in rest
+    await until(lambda: not deployment.server.open_requests)
+
+
+@pytest.mark.parametrize("piece", [100, 10_000, 10_000_000])
+async def test_a_head_that_never_ends_is_431(deploy, piece):
+    deployment = await deploy()
+    head = GET[:-4] + b"a" * 200_000 + (b"\r\n\r\n" if piece > 200_000 else b"")
+    pieces = [head[i : i + piece] for i in range(0, len(head), piece)]
+    async with connection(deployment) as (reader, writer):
+        sending = asyncio.create_task(trickle(writer, pieces, 0))
+        assert error_of(await reader.read()) == (431, "head_too_large")
+        sending.cancel()
