@@ -293,6 +293,14 @@ def _named_url(text: str) -> tuple[str, str]:
     return name, url
 
 
+class PeerWeights(StrEnum):
+    """What a peer's model is filled with."""
+
+    synthesized = "synthesized"
+    files = "files"
+    own = "own"
+
+
 @bench_app.command("peers")
 def peers(
     peers: Annotated[str, typer.Option(help="Systems to measure: vllm, sglang.")] = "vllm,sglang",
@@ -312,9 +320,19 @@ def peers(
     chunk: Annotated[int, typer.Option(min=64, help="Prompt tokens of one step.")] = 32768,
     checkpoint: Annotated[
         list[str] | None,
-        typer.Option(help="MODEL=FOLDER; random weights are written to a temporary one when absent."),
+        typer.Option(help="MODEL=FOLDER; random weights of the same shape when absent."),
     ] = None,
+    weights: Annotated[
+        PeerWeights,
+        typer.Option(
+            help="Without a checkpoint: this project's random weights, made inside vLLM (synthesized) or "
+            "written to files; or the system's own."
+        ),
+    ] = PeerWeights.synthesized,
     again: Annotated[bool, typer.Option(help="Measure what the file holds already once more.")] = False,
+    limit: Annotated[
+        str | None, typer.Option(help="Begin no point after so long, such as 300s; the next run goes on.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="File of records; the project's peers.json when absent.")
     ] = None,
@@ -339,7 +357,9 @@ def peers(
         ),
         effort=Effort(steps, repeats, chunk),
         checkpoints={name: Path(folder) for name, folder in folders.items()},
+        weights=weights.value,
         again=again,
+        seconds=_limit_s(limit),
     )
 
 

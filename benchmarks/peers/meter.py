@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
-from antiphon.benchmarks.peers import program
+from antiphon.benchmarks.peers import program, vllm_weights
 from antiphon.benchmarks.peers.program import PEERS, Setup
 from antiphon.benchmarks.plan.work import layout_floor_s
 from antiphon.benchmarks.records import Layout, Record, checkout_commit, now
 from antiphon.benchmarks.sweep.meter import Effort, Meter, NotMeasurable
 from antiphon.benchmarks.sweep.points import Point
 from antiphon.model.checkpoint.synthesize import synthesize
+from antiphon.model.checkpoint.write import write_config
 from antiphon.model.config import GptOssConfig, preset
 from antiphon.protocol.errors import AntiphonError
 
@@ -39,6 +44,23 @@ except importlib.metadata.PackageNotFoundError:
 """Prints the version of a package that can be imported, without importing it."""
 END_TIMEOUT_S = 30.0
 LOG_BYTES = 1500
+GRAPHED_TOKENS = 1024
+"""Prompts up to this many tokens get a graph too."""
+MEASURED_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "DO_NOT_TRACK": "1",
+}
+"""Nothing is fetched, and nobody is told."""
+_CHOSEN = re.compile(r"Using .*backend.*")
+"""Lines in which a system says how it computes."""
+
+WEIGHTS_IN_WORDS = {"dummy": "the system's own random ones"}
+"""By the format they are loaded in; all others are this project's, or a checkpoint's that was named."""
+
+Weights = Literal["synthesized", "files", "own"]
+"""This project's random weights, made inside the system where that is known how, else written to files;
+always as files; or whatever the system fills a model with that has none."""
 
 
 class PeerMissing(AntiphonError):
@@ -83,6 +105,7 @@ class PeerMeter:
     def __init__(self, system: PeerSystem, layout: Layout, process: subprocess.Popen[str], log: Path) -> None:
         self._system, self._layout, self._process, self._log = system, layout, process, log
         self._device = ""
+        self._facts: dict[str, object] = {}
 
     def start(self, setup: Setup) -> None:
         """Load the model.
@@ -90,8 +113,15 @@ class PeerMeter:
         Raises:
             NotMeasurable: the peer could not; the message is its own.
         """
+        begin = time.monotonic()
         answer = self._ask(asdict(setup))
         self._device = str(answer["device"])
+        self._facts = {
+            "weights": WEIGHTS_IN_WORDS.get(setup.load_format, "synthesized"),
+            "runner_commit": checkout_commit(),
+            "chosen": self._chosen(),
+            "start_s": round(time.monotonic() - begin, 1),
+        }
 
     def measure(self, point: Point) -> Record:
         """See ``Meter``."""
@@ -117,7 +147,7 @@ class PeerMeter:
             context=point.context,
             floor=round(floor_s * 1e3, 4),
             peer=self._system.label,
-            extra={"weights": "synthesized", "runner_commit": checkout_commit(), **answer},
+            extra={**self._facts, **answer},
         )
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -135,6 +165,11 @@ class PeerMeter:
             raise NotMeasurable(f"{self._system.name}: {answer['error']}")
         return answer
 
+    def _chosen(self) -> list[str]:
+        """What the system said of the kernels that it chose."""
+        found = _CHOSEN.findall(self._log.read_text(errors="replace"))
+        return list(dict.fromkeys(line.strip()[:160] for line in found))
+
     def _end_of_log(self) -> str:
         return self._log.read_bytes()[-LOG_BYTES:].decode(errors="replace").strip()
 
@@ -146,7 +181,10 @@ class PeerOpener:
     system: PeerSystem
     effort: Effort
     checkpoints: dict[str, Path]
-    """By model, a checkpoint's folder; for others one of random weights is written for as long as it runs."""
+    """By model, a checkpoint's folder; for others the weights are ``weights``."""
+    weights: Weights = "synthesized"
+    end: float = math.inf
+    """Of the monotonic clock: a system that still runs then is killed."""
 
     @contextmanager
     def __call__(self, model: str, layout: Layout, points: Sequence[Point]) -> Iterator[Meter]:
@@ -158,18 +196,41 @@ class PeerOpener:
         if layout.dp > 1:
             raise NotMeasurable(f"{layout.name}: replicas of a peer are not measured")
         with tempfile.TemporaryDirectory(prefix="antiphon-peer-") as temporary:
-            folder = self.checkpoints.get(model)
-            if folder is None:
-                folder = Path(temporary) / model
-                synthesize(folder, like=model)
+            setup = self._setup(model, layout, points, Path(temporary))
             log = Path(temporary) / "log"
-            with log.open("wb") as errors, self._process(errors) as process:
+            with log.open("wb") as errors, self._process(errors) as process, _killed_at(self.end, process):
                 try:
                     meter = PeerMeter(self.system, layout, process, log)
-                    meter.start(setup_for(preset(model), folder, layout, points, self.effort))
+                    meter.start(setup)
                     yield meter
                 finally:
                     _end(process)
+
+    def _setup(self, model: str, layout: Layout, points: Sequence[Point], temporary: Path) -> Setup:
+        """With a folder of the model, whatever it takes to have one."""
+        folder = self.checkpoints.get(model)
+        shape = preset(model)
+        if folder is not None:
+            return setup_for(shape, folder, layout, points, self.effort)
+        folder = temporary / model
+        setup = setup_for(shape, folder, layout, points, self.effort)
+        if self.weights == "own":
+            write_config(folder, shape)
+            return replace(setup, load_format="dummy")
+        if self.weights == "synthesized" and self.system.name == "vllm":
+            write_config(folder, shape)
+            vllm_weights.lay_plugin(temporary / "plugin")
+            return replace(
+                setup,
+                load_format=vllm_weights.LOAD_FORMAT,
+                path=str(temporary / "plugin"),
+                environment={
+                    "VLLM_PLUGINS": vllm_weights.PLUGIN,
+                    vllm_weights.MODEL_VARIABLE: model,
+                },
+            )
+        synthesize(folder, like=model)
+        return setup
 
     def _process(self, errors: IO[bytes]) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -178,7 +239,7 @@ class PeerOpener:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env=os.environ | MEASURED_ENVIRONMENT,
             start_new_session=True,
         )
 
@@ -199,7 +260,15 @@ def setup_for(
         steps=effort.steps,
         repeats=effort.repeats,
         text_tokens=min(TEXT_TOKENS, shape.vocab_size),
+        graph_sizes=graph_sizes(points),
     )
+
+
+def graph_sizes(points: Sequence[Point]) -> tuple[int, ...]:
+    """Tokens of the steps of these points that run from graphs: batches, and short prompts."""
+    batches = {point.batch for point in points if point.batch}
+    prompts = {point.input_tokens for point in points if (point.input_tokens or 0) <= GRAPHED_TOKENS}
+    return tuple(sorted({1} | batches | {tokens for tokens in prompts if tokens}))
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:
@@ -208,10 +277,28 @@ def _pipe(stream: IO[str] | None) -> IO[str]:
     return stream
 
 
+@contextmanager
+def _killed_at(end: float, process: subprocess.Popen[str]) -> Iterator[None]:
+    """Meanwhile, a clock that kills the process's session at ``end``, whatever it hangs in."""
+    if end == math.inf:
+        yield
+        return
+    timer = threading.Timer(max(0.0, end - time.monotonic()), _kill, (process,))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def _end(process: subprocess.Popen[str]) -> None:
     """Close its input, which ends it; what is left of its session is killed."""
     _pipe(process.stdin).close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_TIMEOUT_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    _kill(process)

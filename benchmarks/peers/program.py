@@ -22,8 +22,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, Protocol, TextIO
 
 WARM_STEPS = 8
@@ -47,6 +48,24 @@ class Setup:
     repeats: int
     text_tokens: int
     """Prompts are random ids below this."""
+    graph_sizes: tuple[int, ...] = ()
+    """Tokens of the steps that are measured, which get a graph of exactly that size; the system's own choice
+    where there are none."""
+    load_format: str = "auto"
+    """Where weights come from: files of the folder, or as the system calls another way."""
+    path: str = ""
+    """Folder that must be importable in every process of the system."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """More variables for every process of the system."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Decode steps that were timed, seconds each."""
+
+    median_s: float
+    mean_s: float
+    count: int
 
 
 class Peer(Protocol):
@@ -58,8 +77,8 @@ class Peer(Protocol):
         """Seconds from a prompt to its token."""
         ...
 
-    def decode_step_s(self, prompts: list[list[int]], steps: int) -> tuple[float, int]:
-        """(seconds of a step in which every sequence gets one token, steps that this rests on)."""
+    def decode_step_s(self, prompts: list[list[int]], steps: int) -> Steps:
+        """Steps in which every sequence gets one token."""
         ...
 
 
@@ -72,6 +91,8 @@ class Vllm:
         self._parameters = vllm.SamplingParams
         kinds = import_module("vllm.sampling_params").RequestOutputKind
         self._delta = kinds.DELTA
+        sizes = {"cudagraph_capture_sizes": list(setup.graph_sizes)}
+        graphs = {"compilation_config": sizes} if setup.graph_sizes else {}
         self._llm = vllm.LLM(
             model=setup.model,
             skip_tokenizer_init=True,
@@ -82,7 +103,9 @@ class Vllm:
             max_num_seqs=max(setup.largest_batch, 1),
             max_num_batched_tokens=max(setup.chunk_tokens, setup.largest_batch),
             enable_prefix_caching=False,
+            load_format=setup.load_format,
             seed=0,
+            **graphs,
         )
         self._engine = self._llm.llm_engine
         self._next_id = 0
@@ -94,7 +117,7 @@ class Vllm:
         self._drain()
         return time.perf_counter() - begin
 
-    def decode_step_s(self, prompts: list[list[int]], steps: int) -> tuple[float, int]:
+    def decode_step_s(self, prompts: list[list[int]], steps: int) -> Steps:
         """See ``Peer``: from the step at which all have their first token, so that no prompt is left."""
         wanted = WARM_STEPS + steps
         # Until the last prompt is computed the first sequences decode on, one token a chunk.
@@ -113,7 +136,7 @@ class Vllm:
             else:
                 stamps.clear()  # a step in which not every sequence got its one token: begin anew
         self._abort()
-        return window_s(stamps)
+        return steps_of(stamps)
 
     def _add(self, prompt: list[int], tokens: int) -> None:
         self._next_id += 1
@@ -164,14 +187,14 @@ class Sglang:
         """See ``Peer``."""
         return self._run_s([prompt], 1)
 
-    def decode_step_s(self, prompts: list[list[int]], steps: int) -> tuple[float, int]:
+    def decode_step_s(self, prompts: list[list[int]], steps: int) -> Steps:
         """See ``Peer``: prompts cancel out of the difference; the median of a few, after a warm run."""
         self._run_s(prompts, self.SHORT_TOKENS)
         differences = []
         for _ in range(self.PAIRS):
             short_s = self._run_s(prompts, self.SHORT_TOKENS)
             differences.append(self._run_s(prompts, self.SHORT_TOKENS + steps) - short_s)
-        return statistics.median(differences) / steps, steps
+        return Steps(statistics.median(differences) / steps, statistics.mean(differences) / steps, steps)
 
     def _run_s(self, prompts: list[list[int]], tokens: int) -> float:
         parameters = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
@@ -183,8 +206,8 @@ class Sglang:
 PEERS: dict[str, Callable[[Setup], Peer]] = {"vllm": Vllm, "sglang": Sglang}
 
 
-def window_s(stamps: list[float]) -> tuple[float, int]:
-    """Mean seconds between the ends of steps, the first ones left out.
+def steps_of(stamps: list[float]) -> Steps:
+    """Steps between these ends of steps, the first ones left out.
 
     Raises:
         RuntimeError: there are too few.
@@ -192,7 +215,8 @@ def window_s(stamps: list[float]) -> tuple[float, int]:
     kept = stamps[WARM_STEPS:]
     if len(kept) <= FEWEST_STEPS:
         raise RuntimeError(f"only {len(stamps)} steps in which every sequence got one token")
-    return (kept[-1] - kept[0]) / (len(kept) - 1), len(kept) - 1
+    gaps = [later - earlier for earlier, later in pairwise(kept)]
+    return Steps(statistics.median(gaps), statistics.mean(gaps), len(gaps))
 
 
 def prompt_of(tokens: int, seed: int, text_tokens: int) -> list[int]:
@@ -211,10 +235,10 @@ def measure(peer: Peer, setup: Setup, point: dict[str, Any]) -> dict[str, Any]:
         return {"ms": statistics.median(times) * 1e3, "repeats": setup.repeats}
     batch, context = int(point["batch"]), int(point["context"])
     prompts = [prompt_of(context + 1, number, setup.text_tokens) for number in range(batch)]
-    step_s, steps = peer.decode_step_s(prompts, setup.steps)
-    if not (step_s > 0 and math.isfinite(step_s)):
-        raise RuntimeError(f"a step of {step_s} s")
-    return {"ms": step_s * 1e3, "steps": steps}
+    steps = peer.decode_step_s(prompts, setup.steps)
+    if not (steps.median_s > 0 and math.isfinite(steps.median_s)):
+        raise RuntimeError(f"a step of {steps.median_s} s")
+    return {"ms": steps.median_s * 1e3, "mean": round(steps.mean_s * 1e3, 4), "steps": steps.count}
 
 
 def device_name() -> str:
@@ -231,6 +255,10 @@ def serve(name: str, asked: TextIO, answers: TextIO) -> None:
         answers.flush()
 
     setup = Setup(**json.loads(asked.readline()))
+    os.environ.update(setup.environment)
+    if setup.path:  # for this process, and for those that it starts
+        sys.path.insert(0, setup.path)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (setup.path, os.environ.get("PYTHONPATH"))))
     try:
         peer = PEERS[name](setup)
         say({"version": peer.version, "device": device_name()})

@@ -71,6 +71,33 @@ def write_checkpoint(
         _write_metadata(folder, config, layout, shards)
 
 
+def stored_tensors(
+    config: GptOssConfig, parameters: Iterable[tuple[str, Tensor]], layout: Layout = Layout.HUGGING_FACE
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that ``write_checkpoint`` would write, in order, under the names of the files.
+
+    Args:
+        parameters: as there; consumed one at a time. Tensors stay on their device.
+
+    Raises:
+        CheckpointError: ``parameters`` are not those of the config.
+    """
+    specs = parameter_specs(config, layout)
+    parts = _split_parameters(specs, parameters)
+    for spec in (part for each in specs for part in each.parts):
+        yield spec.name, next(parts).to(_DTYPES[spec.dtypes[0]])
+
+
+def write_config(directory: Path, config: GptOssConfig) -> None:
+    """Write Hugging Face's config files alone, for whoever needs a model's shape without its weights.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_metadata(directory, config, Layout.HUGGING_FACE, ())
+
+
 def write_sparse_checkpoint(
     directory: Path,
     config: GptOssConfig,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from antiphon.benchmarks.peers import command
 from antiphon.benchmarks.peers.command import run_command
 from antiphon.benchmarks.peers.meter import PeerMissing, find_peer, setup_for
-from antiphon.benchmarks.peers.program import WARM_STEPS, Setup, measure, prompt_of, window_s
+from antiphon.benchmarks.peers.program import WARM_STEPS, Setup, Steps, measure, prompt_of, steps_of
 from antiphon.benchmarks.records import Layout, load_records
 from antiphon.benchmarks.sweep.command import Sizes, SweepIncomplete
 from antiphon.benchmarks.sweep.meter import Effort
 from antiphon.benchmarks.sweep.points import Point
+from antiphon.model.checkpoint.synthesize import synthesize_parameters
+from antiphon.model.checkpoint.write import stored_tensors
 from antiphon.model.config import preset
 
 VLLM = '''
@@ -55,12 +60,38 @@ class Engine:
         self.waiting, self.running = [], {}
 
 class LLM:
-    def __init__(self, model, tensor_parallel_size, **more):
-        import os
+    def __init__(self, model, tensor_parallel_size, load_format, **more):
+        import os, sys
         assert os.path.exists(os.path.join(model, "config.json")), model
         if tensor_parallel_size > 1: raise RuntimeError("one GPU only")
+        print("Using STAND_IN attention backend", file=sys.stderr)
+        if load_format.startswith("antiphon"): self.load(load_format)
         self.llm_engine = Engine()
+
+    def load(self, load_format):
+        """As vLLM does: plugins by name, then the loader of that name, under its model's default dtype."""
+        import hashlib, os, torch
+        from importlib.metadata import entry_points
+        from vllm.model_executor.model_loader import LOADERS
+        for found in entry_points(group="vllm.general_plugins"):
+            if found.name in os.environ["VLLM_PLUGINS"].split(","): found.load()()
+        class Model:
+            def parameters(self): return iter([torch.zeros(1)])
+            def load_weights(self, weights):
+                with open(os.environ["STAND_IN_SAW"], "w") as file:
+                    for name, tensor in weights:
+                        flat = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+                        print(name, list(tensor.shape), hashlib.sha256(flat).hexdigest(), file=file)
+        torch.set_default_dtype(torch.bfloat16)
+        LOADERS[load_format]().load_weights(Model(), None)
+        assert torch.get_default_dtype() is torch.bfloat16
 '''
+LOADER = """
+LOADERS = {}
+def register_model_loader(name):
+    def keep(kind): LOADERS[name] = kind; return kind
+    return keep
+"""
 SGLANG = """
 import time
 __version__ = "8.8"
@@ -83,6 +114,23 @@ def python(tmp_path: Path) -> str:
     (site / "vllm" / "sampling_params.py").write_text("class RequestOutputKind: DELTA = 1")
     (site / "torch.py").write_text("class cuda:\n    is_available = staticmethod(lambda: False)\n")
     wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    return str(wrapper)
+
+
+@pytest.fixture
+def loading_python(tmp_path: Path) -> str:
+    """An interpreter with a vLLM that loads weights, beside a real torch."""
+    site = tmp_path / "loading"
+    loaders = site / "vllm" / "model_executor" / "model_loader"
+    loaders.mkdir(parents=True)
+    (site / "vllm" / "__init__.py").write_text(VLLM)
+    (site / "vllm" / "sampling_params.py").write_text("class RequestOutputKind: DELTA = 1")
+    (site / "vllm" / "model_executor" / "__init__.py").touch()
+    (loaders / "__init__.py").write_text(LOADER)
+    (loaders / "dummy_loader.py").write_text("class DummyModelLoader: pass")
+    wrapper = tmp_path / "loading-python"
     wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
     return str(wrapper)
@@ -122,6 +170,81 @@ def test_peers_are_measured_and_labelled(
     assert capsys.readouterr().err.count("known") >= 4
 
 
+def test_the_peer_computes_with_the_weights_of_this_project_s_own_benchmark(
+    loading_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of a config alone is enough: what a plugin hands to the model is what files would hold."""
+    output, saw = tmp_path / "peers.json", tmp_path / "saw"
+    monkeypatch.setenv("STAND_IN_SAW", str(saw))
+    effort, sizes = Effort(steps=16, repeats=1, chunk_tokens=512), Sizes((64,), (), ())
+    run_command(
+        [("vllm", loading_python)],
+        ["tiny"],
+        output,
+        layouts=["TP1"],
+        sizes=sizes,
+        effort=effort,
+        checkpoints={},
+    )
+    (record,) = load_records(output)
+    assert record.extra["weights"] == "synthesized"
+    assert record.extra["chosen"] == ["Using STAND_IN attention backend"]
+    parameters = synthesize_parameters(preset("tiny"), 0)
+    expected = [
+        f"{name} {list(tensor.shape)} "
+        + hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+        for name, tensor in stored_tensors(preset("tiny"), parameters)
+    ]
+    assert saw.read_text().splitlines() == expected
+    with saw.open("w"):
+        pass
+    run_command(
+        [("vllm", loading_python)],
+        ["tiny"],
+        output,
+        layouts=["TP1"],
+        sizes=sizes,
+        effort=effort,
+        checkpoints={},
+        weights="own",
+        again=True,
+    )
+    (record,) = load_records(output)
+    assert "own" in str(record.extra["weights"])
+    assert not saw.read_text()
+
+
+def test_a_peer_that_hangs_is_killed_at_the_end_of_the_time(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "GRACE_S", 0.0)
+    (tmp_path / "config.json").write_text("{}")
+    stuck = tmp_path / "site" / "vllm" / "__init__.py"
+    stuck.write_text(stuck.read_text() + "\nimport time; time.sleep(300)\n")
+    with pytest.raises(SweepIncomplete, match="vllm ended"):
+        run_command(
+            [("vllm", python)],
+            ["tiny"],
+            tmp_path / "peers.json",
+            layouts=["TP1"],
+            sizes=Sizes((64,), (), ()),
+            effort=Effort(steps=16, repeats=1),
+            checkpoints={"tiny": tmp_path},
+            seconds=2.0,
+        )
+    with pytest.raises(SweepIncomplete, match="1 points are left"):
+        run_command(
+            [("vllm", python)],
+            ["tiny"],
+            tmp_path / "peers.json",
+            layouts=["TP1"],
+            sizes=Sizes((64,), (), ()),
+            effort=Effort(steps=16, repeats=1),
+            checkpoints={"tiny": tmp_path},
+            seconds=-1.0,
+        )
+
+
 def test_what_a_peer_cannot_do_is_its_own_message(
     python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,15 +270,14 @@ def test_a_peer_that_is_not_installed_is_skipped_with_a_message(
 
 def test_steps_of_a_window_by_hand() -> None:
     stamps = [0.01 * step for step in range(WARM_STEPS + 20)]
-    step_s, steps = window_s(stamps)
-    assert (round(step_s, 6), steps) == (0.01, 19)
+    stamps[-1] += 1.9  # one slow step moves the mean
+    steps = steps_of(stamps)
+    assert (round(steps.median_s, 6), round(steps.mean_s, 6), steps.count) == (0.01, 0.11, 19)
     with pytest.raises(RuntimeError, match="only 9 steps"):
-        window_s(stamps[:9])
+        steps_of(stamps[:9])
 
 
 def test_prompts_are_those_of_this_project_s_own_benchmark() -> None:
-    import torch
-
     from antiphon.benchmarks.engine_model import Bench
 
     class Shape:
@@ -173,6 +295,9 @@ def test_the_engine_is_as_large_as_its_points() -> None:
     setup = setup_for(preset("tiny"), Path("m"), Layout(2, 2), points, Effort(steps=100))
     assert (setup.tensor_parallel, setup.expert_parallel, setup.largest_batch) == (2, True, 16)
     assert setup.longest_tokens > 9100
+    assert setup.graph_sizes == (1, 16)
+    points.append(Point("prefill", "tiny", Layout(), input_tokens=1024))
+    assert setup_for(preset("tiny"), Path("m"), Layout(), points, Effort()).graph_sizes == (1, 16, 1024)
 
 
 def test_a_time_that_is_none_is_no_figure() -> None:
@@ -182,8 +307,8 @@ def test_a_time_that_is_none_is_no_figure() -> None:
         def first_token_s(self, prompt: list[int]) -> float:
             return 0.5
 
-        def decode_step_s(self, prompts: list[list[int]], steps: int) -> tuple[float, int]:
-            return -0.1, steps
+        def decode_step_s(self, prompts: list[list[int]], steps: int) -> Steps:
+            return Steps(-0.1, -0.1, steps)
 
     assert measure(Backwards(), SETUP, {"input_tokens": 5}) == {"ms": 500.0, "repeats": 1}
     with pytest.raises(RuntimeError, match=r"-0\.1"):

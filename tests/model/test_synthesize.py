@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from antiphon.model.checkpoint.config_json import read_config
 from antiphon.model.checkpoint.inspect import inspect
 from antiphon.model.checkpoint.layout import Layout
 from antiphon.model.checkpoint.load import fill
 from antiphon.model.checkpoint.safetensors_file import read_header
 from antiphon.model.checkpoint.synthesize import synthesize, synthesize_parameters
-from antiphon.model.checkpoint.write import write_checkpoint
+from antiphon.model.checkpoint.write import stored_tensors, write_checkpoint, write_config
 from antiphon.model.config import GptOssConfig, preset
 from antiphon.model.transformer import Transformer, TransformerBlock
 from antiphon.protocol.errors import CheckpointError, ConfigError
@@ -43,6 +45,22 @@ def test_tiny_is_small_and_complete(tiny_directory: Path) -> None:
         "generation_config.json",
         "model.safetensors",
     ]
+
+
+def test_what_files_would_hold_is_told_without_files(
+    write_mini: Write, mini_config: GptOssConfig, tmp_path: Path
+) -> None:
+    file = write_mini(seed=3, name="written") / "model.safetensors"
+    written = load_file(file)
+    told = dict(stored_tensors(mini_config, synthesize_parameters(mini_config, 3)))
+    assert list(told) == [tensor.name for tensor in read_header(file)]
+    for name, tensor in written.items():
+        assert torch.equal(told[name], tensor), name
+    with pytest.raises(CheckpointError, match="expected embedding"):
+        dict(stored_tensors(mini_config, [("norm.scale", torch.zeros(1))]))
+    write_config(tmp_path / "alone", mini_config)
+    assert read_config(tmp_path / "alone") == read_config(file.parent)
+    assert sorted(path.suffix for path in (tmp_path / "alone").iterdir()) == [".json", ".json"]
 
 
 def test_unknown_shape_writes_nothing(tmp_path: Path) -> None:
