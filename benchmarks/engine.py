@@ -1,8 +1,7 @@
 """Decode steps and prompts through the real engine loop and the serving sampler, on synthesized weights.
 
-Decode: every sequence has random keys and values of its own in pages of its own, as if a peer had written
-them, and random tokens from then on; the time of a step is the time between two commits. Prefill: prompt in
-to first token out, as the two halves of a deployment do it: the prompt but its last token, and a decode step.
+Decode is ``engine_decode``. Prefill: prompt in to first token out, as the two halves of a deployment do it:
+the prompt but its last token, and a decode step.
 
 Run: ``python -m antiphon.benchmarks.engine --model gpt-oss-20b --batches 1,8,32,128 --prefill 1024,8192``.
 """
@@ -10,6 +9,7 @@ Run: ``python -m antiphon.benchmarks.engine --model gpt-oss-20b --batches 1,8,32
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -19,112 +19,16 @@ from typing import TypeVar
 
 import torch
 
+from antiphon.benchmarks.engine_decode import decode_point, sampling
 from antiphon.benchmarks.engine_model import PAGE, Bench, BenchmarkError, free_memory, make_bench
-from antiphon.benchmarks.expert_spread import expert_spread, recorded_routing
-from antiphon.benchmarks.floors import Form, decode_floor_ms, prefill_floor_ms
-from antiphon.benchmarks.records import (
-    BENCH_DECODE,
-    BENCH_PREFILL,
-    RESULTS,
-    Layout,
-    Record,
-    append_records,
-    checkout_commit,
-    now,
-)
-from antiphon.engine.events import (
-    EngineEvent,
-    PagesReserved,
-    PrefillComputed,
-    SequenceFinished,
-    TokensSampled,
-)
+from antiphon.benchmarks.floors import Form, prefill_floor_ms
+from antiphon.benchmarks.records import BENCH_PREFILL, RESULTS, Record, append_records
+from antiphon.engine.events import EngineEvent, PagesReserved, PrefillComputed, TokensSampled
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.requests import EngineRequest, RequestKind
 from antiphon.model.cuda_roads import ChunkChoices
-from antiphon.protocol.messages import SamplingParams
 
 _Event = TypeVar("_Event", bound=EngineEvent)
-WARMUP_STEPS = 16
-SPREAD_STEPS = 4
-SPREAD_TOLERANCE = 0.05
-
-
-def sampling(max_tokens: int, seed: int) -> SamplingParams:
-    """What the model's authors recommend: temperature 1, nothing cut."""
-    return SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
-
-
-# ----------------------------------------------------------------------------------------------------- decode
-
-
-def decoding_engine(bench: Bench, batch: int, context: int, steps: int, *, graphs: bool) -> EngineLoop:
-    """An engine in which ``batch`` sequences of ``context`` tokens decode, all of them in every step."""
-    settings = bench.settings(sequences=batch, tokens=context + steps + PAGE, graphs=graphs)
-    loop = bench.engine(settings)
-    for number in range(batch):
-        prompt = bench.prompt(context + 1, number)
-        params = sampling(steps + PAGE, number)
-        loop.submit(EngineRequest(f"s{number}", 1, RequestKind.REMOTE_KV, prompt, sampling=params))
-    for _ in range(2 * batch + 2):
-        for event in loop.step():
-            if isinstance(event, PagesReserved) and event.kv_tokens > event.cached_tokens:
-                loop.kv_ready(event.request_id, event.attempt)
-        if loop.snapshot().running == batch and loop.snapshot().generated_tokens:
-            return loop
-    raise BenchmarkError(f"{loop.snapshot().running} of {batch} sequences run")
-
-
-def timed_steps(loop: EngineLoop, batch: int, steps: int) -> list[float]:
-    """Seconds of each step; every one must have brought one good token for every sequence."""
-    times, seen = [], set()
-    before = time.perf_counter()
-    for _ in range(steps):
-        events = loop.step()
-        after = time.perf_counter()
-        times.append(after - before)
-        before = after
-        ended = [event for event in events if isinstance(event, SequenceFinished)]
-        if ended:
-            raise BenchmarkError(f"{ended[0].request_id} ended: {ended[0].reason} {ended[0].error}")
-        tokens = [token for event in events if isinstance(event, TokensSampled) for token in event.token_ids]
-        if len(tokens) != batch:
-            raise BenchmarkError(f"a step brought {len(tokens)} tokens for {batch} sequences")
-        seen.update(tokens)
-    if len(seen) < min(steps * batch, 100) // 2:
-        raise BenchmarkError(f"{steps * batch} tokens, only {len(seen)} different ones")
-    return times
-
-
-def decode_spread(bench: Bench, batch: int, context: int) -> float:
-    """``expert_spread`` of a few steps of the same kind, computed eagerly."""
-    loop = decoding_engine(bench, batch, context, SPREAD_STEPS, graphs=False)
-    with recorded_routing() as seen:
-        timed_steps(loop, batch, SPREAD_STEPS)
-    return expert_spread(bench.model.config, seen)
-
-
-def decode_point(bench: Bench, batch: int, context: int, steps: int) -> Record:
-    """Median step at one batch size and context."""
-    spread = decode_spread(bench, batch, context)
-    free_memory()
-    loop = decoding_engine(bench, batch, context, WARMUP_STEPS + steps, graphs=True)
-    timed_steps(loop, batch, WARMUP_STEPS)
-    times = [seconds * 1e3 for seconds in timed_steps(loop, batch, steps)]
-    extra = {
-        "resident_weights": "mxfp4",
-        "steps": steps,
-        "p10": _quantile(times, 0.1),
-        "p90": _quantile(times, 0.9),
-        "expert_spread": round(spread, 4),
-        "ok": abs(spread - 1) <= SPREAD_TOLERANCE,
-        "road": loop.executor.road,
-    }
-    floor = decode_floor_ms(bench.model.config, batch, context)
-    return _record(bench, BENCH_DECODE, statistics.median(times), floor, extra, batch=batch, context=context)
-
-
-# ---------------------------------------------------------------------------------------------------- prefill
 
 
 def prefill_point(
@@ -135,10 +39,12 @@ def prefill_point(
     *,
     chunk_graphs: bool = False,
     choices: str = "",
+    enough_s: float = math.inf,
 ) -> Record:
     """Median time from a prompt of ``tokens`` to its first token; the first prompt warms up.
 
     Args:
+        repeats: prompts that are timed; fewer, but one at least, once all of them took ``enough_s``.
         choices: how the model multiplies where that is not the default, in words for the record.
     """
     chunk = min(chunk, -(-tokens // PAGE) * PAGE)
@@ -151,8 +57,10 @@ def prefill_point(
         prefix_cache=True,
     )
     loop = bench.engine(settings)
-    times = []
+    times: list[float] = []
     for number in range(repeats + 1):
+        if len(times) > 1 and sum(times) >= enough_s * 1e3:
+            break
         prompt = bench.prompt(tokens, number)
         begin = time.perf_counter()
         first_token(loop, number, prompt)
@@ -162,13 +70,13 @@ def prefill_point(
             loop.step()
     form: Form = "fp8" if bench.resident_fp8 else "mxfp4"
     resident = "mxfp4 and fp8" if bench.resident_fp8 else "mxfp4"
-    extra: dict[str, object] = {"resident_weights": resident, "chunk_tokens": chunk, "repeats": repeats}
-    extra["road"] = loop.executor.road
+    extra: dict[str, object] = {"resident_weights": resident, "chunk_tokens": chunk}
+    extra |= {"repeats": len(times) - 1, "road": loop.executor.road}
     if choices:
         extra["choices"] = choices
     floor = prefill_floor_ms(bench.model.config, tokens, form)
     value = statistics.median(times[1:])
-    return _record(bench, BENCH_PREFILL, value, floor, extra, batch=1, input_tokens=tokens)
+    return bench.record(BENCH_PREFILL, value, floor, extra, batch=1, input_tokens=tokens)
 
 
 def first_token(loop: EngineLoop, number: int, prompt: tuple[int, ...]) -> None:
@@ -191,34 +99,6 @@ def _step_until(loop: EngineLoop, kind: type[_Event]) -> _Event:
             if isinstance(event, kind):
                 return event
     raise BenchmarkError(f"the engine came to rest without {kind.__name__}")
-
-
-# -------------------------------------------------------------------------------------------------- reporting
-
-
-def _record(
-    bench: Bench, kind: str, value: float, floor: float, extra: dict[str, object], **point: int
-) -> Record:
-    cuda = bench.device.type == "cuda"
-    return Record(
-        bench=kind,
-        model=bench.name,
-        layout=Layout().name,
-        device=torch.cuda.get_device_name(bench.device) if cuda else "CPU",
-        commit=checkout_commit(),
-        date=now(),
-        value=round(value, 4),
-        unit="ms",
-        floor=round(floor, 4),
-        extra=extra,
-        batch=point.get("batch"),
-        input_tokens=point.get("input_tokens"),
-        context=point.get("context"),
-    )
-
-
-def _quantile(values: list[float], share: float) -> float:
-    return round(sorted(values)[int(share * (len(values) - 1))], 4)
 
 
 def _numbers(text: str) -> list[int]:

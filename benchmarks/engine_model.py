@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from antiphon.benchmarks.records import Layout, Record, checkout_commit, now
 from antiphon.configs.workers import standard_graphed_chunks
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.settings import EngineSettings
@@ -79,6 +80,31 @@ class Bench:
                 memory[first : first + 256].normal_()
         return loop
 
+    def record(
+        self, kind: str, value_ms: float, floor_ms: float, extra: dict[str, object], **point: int
+    ) -> Record:
+        """What is kept of a figure.
+
+        Args:
+            kind: BENCH_DECODE or BENCH_PREFILL. point: batch, input_tokens, context, as they apply.
+        """
+        cuda = self.device.type == "cuda"
+        return Record(
+            bench=kind,
+            model=self.name,
+            layout=Layout().name,
+            device=torch.cuda.get_device_name(self.device) if cuda else "CPU",
+            commit=checkout_commit(),
+            date=now(),
+            value=round(value_ms, 4),
+            unit="ms",
+            floor=round(floor_ms, 4),
+            extra=extra,
+            batch=point.get("batch"),
+            input_tokens=point.get("input_tokens"),
+            context=point.get("context"),
+        )
+
     def prompt(self, tokens: int, seed: int) -> tuple[int, ...]:
         """Random text."""
         most = min(TEXT_TOKENS, self.model.config.vocab_size)
@@ -97,6 +123,18 @@ def make_bench(
     model = Transformer(config, torch.float32, device)
     fill(model, parameters)
     return Bench(name, model, device, torch.float32, resident_fp8=False)
+
+
+def sharing(bench: Bench, resident_fp8: bool, chunks: ChunkChoices | None = None) -> Bench:
+    """The same weights with or without their FP8 form, or multiplied otherwise; nothing is made anew.
+
+    Raises:
+        ValueError: the model's road has one way to multiply.
+    """
+    if not isinstance(bench.model, CudaTransformer):
+        raise ValueError(f"{bench.name}: this model has one way to multiply")
+    twin = bench.model.sharing(resident_fp8, chunks or ChunkChoices())
+    return replace(bench, model=twin, resident_fp8=resident_fp8)
 
 
 def free_memory() -> None:

@@ -12,18 +12,18 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from antiphon.benchmarks.engine import decode_point, in_words, prefill_point
-from antiphon.benchmarks.engine_model import Bench, free_memory, make_bench
+from antiphon.benchmarks.engine import in_words, prefill_point
+from antiphon.benchmarks.engine_decode import decode_point
+from antiphon.benchmarks.engine_model import Bench, free_memory, make_bench, sharing
 from antiphon.benchmarks.prefill_chunks import RESIDENT_FP8
 from antiphon.benchmarks.records import Record, append_records
 from antiphon.model.cuda_roads import ChunkChoices
-from antiphon.model.cuda_transformer import CudaTransformer
 
 DEFAULTS, CHOICES = "engine.json", "choices.json"
 SPARE_S = 3.0
@@ -82,10 +82,7 @@ def under(bench: Bench, way: Way) -> Bench:
     """
     if way.choices == ChunkChoices() and way.resident_fp8 == bench.resident_fp8:
         return bench
-    if not isinstance(bench.model, CudaTransformer):
-        raise ValueError(f"{way.name}: this model has one way to multiply")
-    twin = bench.model.sharing(way.resident_fp8, way.choices)
-    return replace(bench, model=twin, resident_fp8=way.resident_fp8)
+    return sharing(bench, way.resident_fp8, way.choices)
 
 
 def points(bench: Bench, options: argparse.Namespace) -> list[Point]:

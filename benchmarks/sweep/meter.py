@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,7 +19,7 @@ from antiphon.protocol.errors import AntiphonError
 
 if TYPE_CHECKING:  # the engine's benchmark needs a GPU's libraries, and is loaded only where it runs
     from antiphon.benchmarks.engine_model import Bench
-    from antiphon.benchmarks.sweep.ranks import RankBench
+    from antiphon.benchmarks.sweep.loaded import LoadedModel
 
 DeviceType = Literal["cuda", "cpu"]
 
@@ -34,6 +35,8 @@ class Effort:
     steps: int = 128
     repeats: int = 3
     chunk_tokens: int = 8192
+    enough_s: float = math.inf
+    """No further prompt of a point is timed once those before it took so long."""
 
 
 class Meter(Protocol):
@@ -72,36 +75,44 @@ class EngineMeter:
     """The real engine loop on one device, weights synthesized there.
 
     On a GPU prompts run with FP8 experts beside the 4-bit ones where both fit, decode steps with the 4-bit
-    ones alone, as the two roles are deployed; the weights are made anew when the role changes.
+    ones alone, as the two roles are deployed; a role's FP8 form is made and dropped, the rest stays.
     """
 
-    def __init__(self, model: str, device: DeviceType, effort: Effort) -> None:
-        self._model, self._device, self._effort = model, device, effort
+    def __init__(self, model: str, points: Sequence[Point], device: DeviceType, effort: Effort) -> None:
+        self._model, self._points, self._device, self._effort = model, points, device, effort
         self._fp8_fits = device == "cuda" and build(model, []).holds_fp8(Layout())
-        self._bench: Bench | None = None
+        self._loaded: LoadedModel | None = None
 
     def measure(self, point: Point) -> Record:
         """See ``Meter``."""
-        return measure_with(
-            self._ready(resident_fp8=self._fp8_fits and point.input_tokens is not None), point, self._effort
-        )
+        return self._ready(resident_fp8=self._fp8_fits and point.input_tokens is not None).measure(point)
 
     def close(self) -> None:
         """Free the weights."""
-        self._bench = None
+        self._loaded = None
         free_memory()
 
-    def _ready(self, *, resident_fp8: bool) -> Bench:
+    def _ready(self, *, resident_fp8: bool) -> LoadedModel:
+        from antiphon.benchmarks.sweep.loaded import LoadedModel
+
+        if self._loaded is None or self._loaded.bench.resident_fp8 != resident_fp8:
+            bench = self._bench(resident_fp8)
+            self._loaded = None
+            free_memory()  # of the engine, and of the FP8 form where the other role has none
+            self._loaded = LoadedModel(bench, self._points, self._effort)
+        return self._loaded
+
+    def _bench(self, resident_fp8: bool) -> Bench:
         import torch
 
         from antiphon.benchmarks import engine_model
 
+        if self._loaded is not None and not resident_fp8:
+            return engine_model.sharing(self._loaded.bench, resident_fp8)
+        self.close()
         if self._device == "cpu":
             torch.set_num_threads(1)  # as many as every rank of a wider layout has
-        if self._bench is None or self._bench.resident_fp8 != resident_fp8:
-            self.close()
-            self._bench = engine_model.make_bench(self._model, torch.device(self._device), resident_fp8)
-        return self._bench
+        return engine_model.make_bench(self._model, torch.device(self._device), resident_fp8)
 
 
 class RankMeter:
@@ -118,29 +129,31 @@ class RankMeter:
         self._device, self._effort = device, effort
         self._fp8_fits = device == "cuda" and layout.ep > 1 and build(model, []).holds_fp8(layout)
         self._stack = ExitStack()
-        self._bench: RankBench | None = None
+        self._loaded: LoadedModel | None = None
+        self._ranks = ""
 
     def measure(self, point: Point) -> Record:
         """See ``Meter``."""
-        bench = self._ready(resident_fp8=self._fp8_fits and point.input_tokens is not None)
-        record = measure_with(bench, point, self._effort)
+        loaded = self._ready(resident_fp8=self._fp8_fits and point.input_tokens is not None)
+        record = loaded.measure(point)
         floor_s = layout_floor_s(
             preset(point.model), self._layout, point.input_tokens, point.batch, point.context
         )
-        extra = record.extra | {"ranks": bench.road}
+        extra = record.extra | {"ranks": self._ranks}
         return replace(record, layout=self._layout.name, floor=round(floor_s * 1e3, 4), extra=extra)
 
     def close(self) -> None:
         """End the ranks."""
-        self._bench = None
+        self._loaded = None
         free_memory()
         self._stack.close()
         free_memory()
 
-    def _ready(self, *, resident_fp8: bool) -> RankBench:
+    def _ready(self, *, resident_fp8: bool) -> LoadedModel:
+        from antiphon.benchmarks.sweep.loaded import LoadedModel
         from antiphon.benchmarks.sweep.ranks import RankPlan, open_rank_bench, pages_for
 
-        if self._bench is None or self._bench.resident_fp8 != resident_fp8:
+        if self._loaded is None or self._loaded.bench.resident_fp8 != resident_fp8:
             self.close()
             # Where both roles hold the same weights, the ranks have pages for every point.
             mine = [
@@ -148,25 +161,10 @@ class RankMeter:
             ]
             pages = pages_for(preset(self._model), mine, self._effort.steps, self._effort.chunk_tokens)
             plan = RankPlan(self._model, self._layout, self._device, pages, resident_fp8)
-            self._bench = self._stack.enter_context(open_rank_bench(plan))
-        return self._bench
-
-
-def measure_with(bench: Bench, point: Point, effort: Effort) -> Record:
-    """One point with a loaded model; the engine of the point before is gone first.
-
-    Raises:
-        NotMeasurable: the point is neither a prompt nor a decode step.
-        BenchmarkError: the engine did not do what was to be timed.
-    """
-    from antiphon.benchmarks import engine
-
-    free_memory()
-    if point.input_tokens is not None:
-        return engine.prefill_point(bench, point.input_tokens, effort.chunk_tokens, effort.repeats)
-    if point.batch is None or point.context is None:
-        raise NotMeasurable(f"{point.name}: a decode step has a batch and a context")
-    return engine.decode_point(bench, point.batch, point.context, effort.steps)
+            bench = self._stack.enter_context(open_rank_bench(plan))
+            self._ranks = bench.road
+            self._loaded = LoadedModel(bench, mine, self._effort)
+        return self._loaded
 
 
 def engine_opener(device: DeviceType, effort: Effort) -> OpenMeter:
@@ -183,7 +181,7 @@ def engine_opener(device: DeviceType, effort: Effort) -> OpenMeter:
         single: EngineMeter | RankMeter = (
             RankMeter(model, layout, points, device, effort)
             if layout.tp > 1
-            else EngineMeter(model, device, effort)
+            else EngineMeter(model, points, device, effort)
         )
         try:
             yield single

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from antiphon.benchmarks.engine import WARMUP_STEPS
+from antiphon.benchmarks.engine_decode import WARMUP_STEPS
 from antiphon.benchmarks.engine_model import PAGE, Bench, BenchmarkError
 from antiphon.benchmarks.records import Layout
 from antiphon.benchmarks.sweep.points import Point

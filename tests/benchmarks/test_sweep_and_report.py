@@ -349,28 +349,55 @@ def test_ways_that_are_off_by_default_are_nobody_s_figure() -> None:
     assert [point.measured_by(figures(choices)[1]) for choices in ("", "graphs")] == [True, False]
 
 
-def test_the_engine_s_meter_loads_each_role_s_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from antiphon.benchmarks import engine, engine_model
+def test_the_engine_s_meter_makes_the_weights_once_and_gives_each_role_its_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from antiphon.benchmarks import engine, engine_decode, engine_model
 
-    loaded: list[bool] = []
+    made: list[tuple[str, bool]] = []
+    looked_at: list[int] = []
 
-    def make_bench(name: str, device: object, resident_fp8: bool) -> SimpleNamespace:
-        loaded.append(resident_fp8)
+    def bench(how: str, resident_fp8: bool) -> SimpleNamespace:
+        made.append((how, resident_fp8))
         return SimpleNamespace(resident_fp8=resident_fp8)
 
-    monkeypatch.setattr(engine_model, "make_bench", make_bench)
-    monkeypatch.setattr(engine, "prefill_point", lambda bench, tokens, chunk, repeats: ("prefill", tokens))
-    monkeypatch.setattr(engine, "decode_point", lambda bench, batch, context, steps: ("decode", batch))
-    points = grid(build("gpt-oss-20b", []), [ONE], (1024, 2048), (1, 8), (8192,)).points
+    class Steps:
+        def __init__(self, bench: object, largest: int, context: int, steps: int) -> None:
+            made.append((f"engine of {largest} x {context}", False))
+            self.context = context
+
+        def point(self, batch: int, spread: float) -> tuple[object, ...]:
+            return "decode", batch, self.context, spread
+
+    def spread(bench: object, batch: int, context: int) -> float:
+        looked_at.append(batch)
+        return 1.0
+
+    monkeypatch.setattr(engine_model, "make_bench", lambda name, device, fp8: bench("made", fp8))
+    monkeypatch.setattr(engine_model, "sharing", lambda before, fp8: bench("shared", fp8))
+    monkeypatch.setattr(
+        engine, "prefill_point", lambda bench, tokens, chunk, repeats, enough_s: ("prefill", tokens)
+    )
+    monkeypatch.setattr(engine_decode, "DecodeSteps", Steps)
+    monkeypatch.setattr(engine_decode, "decode_spread", spread)
+    points = grid(build("gpt-oss-20b", []), [ONE], (1024, 2048), (1, 8), (8192, 32768)).points
     monkeypatch.setattr(
         meter_module, "build", lambda name, measured: SimpleNamespace(holds_fp8=lambda layout: True)
     )
     with engine_opener("cuda", Effort())("gpt-oss-20b", ONE, points) as meter:
         told: list[object] = [meter.measure(point) for point in points]
-        assert told == [
-            ("prefill", 1024),
-            ("prefill", 2048),
-            ("decode", 1),
-            ("decode", 8),
-        ]
-    assert loaded == [True, False]
+    assert told == [
+        ("prefill", 1024),
+        ("prefill", 2048),
+        ("decode", 1, 8192, 1.0),
+        ("decode", 8, 8192, 1.0),
+        ("decode", 1, 32768, 1.0),
+        ("decode", 8, 32768, 1.0),
+    ]
+    assert made == [
+        ("made", True),
+        ("shared", False),
+        ("engine of 8 x 8192", False),
+        ("engine of 8 x 32768", False),
+    ]
+    assert looked_at == [1, 8]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from antiphon.benchmarks import engine as benchmark
-from antiphon.benchmarks import engine_host_cost, engine_model
+from antiphon.benchmarks import engine_decode, engine_host_cost, engine_model
 from antiphon.benchmarks.expert_spread import expert_spread, recorded_routing
 from antiphon.benchmarks.floors import (
     Form,
@@ -18,6 +18,7 @@ from antiphon.benchmarks.floors import (
     expected_experts,
     prefill_floor_ms,
 )
+from antiphon.engine.loop import EngineLoop
 from antiphon.kernels import reference
 from antiphon.model.config import GptOssConfig, preset
 
@@ -103,14 +104,44 @@ def test_a_toy_run_says_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.usefixtures("small")
 def test_a_run_that_goes_wrong_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = engine_model.make_bench("tiny", torch.device("cpu"))
-    loop = benchmark.decoding_engine(bench, 1, 70, 8, graphs=False)
+    engine = engine_decode.DecodingEngine(bench, 1, 70, 8, graphs=False)
+    engine.start(1)
 
     def broken(hidden: torch.Tensor) -> torch.Tensor:
         return torch.full((len(hidden), bench.model.config.vocab_size), float("nan"))
 
     monkeypatch.setattr(bench.model, "logits", broken)
-    with pytest.raises(benchmark.BenchmarkError, match="not finite"):
-        benchmark.timed_steps(loop, 1, 4)
+    with pytest.raises(engine_model.BenchmarkError, match="not finite"):
+        engine_decode.timed_steps(engine.loop, 1, 4)
+
+
+@pytest.mark.usefixtures("small")
+def test_batches_of_one_engine_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own sequences at the context asked for, and nothing of those before."""
+    bench = engine_model.make_bench("tiny", torch.device("cpu"))
+    lengths: list[set[int]] = []
+    timed = engine_decode.timed_steps
+
+    def seen(loop: EngineLoop, batch: int, steps: int) -> list[float]:
+        snapshot = loop.snapshot()
+        lengths.append({snapshot.running, batch})
+        return timed(loop, batch, steps)
+
+    monkeypatch.setattr(engine_decode, "timed_steps", seen)
+    steps = engine_decode.DecodeSteps(bench, 4, 70, 3)
+    records = [steps.point(batch, 1.0) for batch in (1, 4, 2)]
+    assert [record.batch for record in records] == [1, 4, 2]
+    assert lengths == [{1}, {1}, {4}, {4}, {2}, {2}]
+    assert all(record.context == 70 and record.value > 0 for record in records)
+    with pytest.raises(engine_model.BenchmarkError, match="of 5 sequences run"):
+        steps.point(5, 1.0)
+
+
+@pytest.mark.usefixtures("small")
+def test_long_prompts_are_timed_until_it_is_enough() -> None:
+    bench = engine_model.make_bench("tiny", torch.device("cpu"))
+    assert benchmark.prefill_point(bench, 200, 128, 5, enough_s=0.0).extra["repeats"] == 1
+    assert benchmark.prefill_point(bench, 200, 128, 2).extra["repeats"] == 2
 
 
 def test_the_cost_of_planning_is_measured_without_a_model(monkeypatch: Any) -> None:
