@@ -14,6 +14,7 @@ import platform
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -31,6 +32,8 @@ BENCH_DECODE = "decode_step"
 BENCH_KERNEL = "kernel"
 """One launch (or one layer's share) of a kernel, us."""
 
+_APPENDING = threading.Lock()
+"""Threads that measure at the same time keep their figures in one file."""
 _ALIASES = {"decode": BENCH_DECODE, "engine_decode": BENCH_DECODE, "engine_prefill": BENCH_PREFILL}
 
 
@@ -220,9 +223,10 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
     Raises:
         RecordError: what is there is no list of records.
     """
-    merged = {record.point: record for record in load_records(path)}
-    merged.update((record.point, record) for record in records)
-    write_json(path, [record.to_json() for record in merged.values()])
+    with _APPENDING:
+        merged = {record.point: record for record in load_records(path)}
+        merged.update((record.point, record) for record in records)
+        write_json(path, [record.to_json() for record in merged.values()])
 
 
 def write_json(path: Path, document: object) -> None:

@@ -140,6 +140,16 @@ def sweep(
         Device, typer.Option(help="cpu runs the same path, for tests and small models.")
     ] = Device.cuda,
     ranks: Annotated[int | None, typer.Option(min=1, help="Devices to use; all when absent.")] = None,
+    at_once: Annotated[
+        bool,
+        typer.Option(
+            help="As many models and layouts at the same time as there are devices for; replicas bring the "
+            "figures of one along."
+        ),
+    ] = False,
+    enough: Annotated[
+        str | None, typer.Option(help="Time no more prompts of a point once they took so long, such as 4s.")
+    ] = None,
     price: Annotated[float, typer.Option(help="US dollars an hour of one GPU.")] = PRICE,
     again: Annotated[bool, typer.Option(help="Measure what the file holds already once more.")] = False,
     limit: Annotated[
@@ -179,9 +189,10 @@ def sweep(
             sizes(batches, "batches", BATCHES),
             sizes(contexts, "contexts", CONTEXTS),
         ),
-        effort=Effort(steps, repeats, chunk),
+        effort=Effort(steps, repeats, chunk, _limit_s(enough, "enough")),
         docs=docs,
         seconds=_limit_s(limit),
+        at_once=at_once,
     )
 
 
@@ -270,10 +281,10 @@ def split(
     )
 
 
-def _limit_s(text: str | None) -> float:
+def _limit_s(text: str | None, option: str = "limit") -> float:
     from antiphon.benchmarks.serve.slo import parse_duration_s
 
-    return math.inf if text is None else parse_duration_s(text, "limit")
+    return math.inf if text is None else parse_duration_s(text, option)
 
 
 def _parts(text: str) -> list[str]:

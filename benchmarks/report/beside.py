@@ -9,6 +9,7 @@ from antiphon.benchmarks.records import BENCH_DECODE, BENCH_PREFILL, Layout, Rec
 from antiphon.benchmarks.report.markdown import marked, short, table
 from antiphon.benchmarks.sweep.points import Point
 from antiphon.benchmarks.sweep.prices import figure
+from antiphon.benchmarks.sweep.replicas import AT_ONCE
 
 PEERS_HEAD = """## Beside other systems
 
@@ -66,7 +67,7 @@ def replica_section(models: Sequence[CostModel], measured: Sequence[Record]) -> 
             )
             if record.bench == BENCH_PREFILL:
                 one = Point(record.bench, model.model, Layout(layout.tp, layout.ep), record.input_tokens)
-            alone = figure(one, model, measured, 1.0)
+            alone = figure(one, model, [each for each in measured if AT_ONCE not in each.extra], 1.0)
             if alone.measured:
                 rows.append(
                     [

@@ -23,10 +23,11 @@ from antiphon.benchmarks.sweep.meter import (
     OpenMeter,
     devices_here,
     engine_opener,
+    remote_opener,
 )
 from antiphon.benchmarks.sweep.points import BATCHES, CONTEXTS, INPUT_TOKENS, Point, grid, layouts_for
 from antiphon.benchmarks.sweep.prices import measured_figure, pareto_front
-from antiphon.benchmarks.sweep.run import Outcome, run_sweep
+from antiphon.benchmarks.sweep.run import OnPoint, Outcome, run_sweep, run_sweep_at_once
 from antiphon.protocol.errors import AntiphonError
 
 
@@ -57,11 +58,13 @@ def run_command(
     docs: Path | None = None,
     open_meter: OpenMeter | None = None,
     seconds: float = math.inf,
+    at_once: bool = False,
 ) -> None:
     """Measure, then print prices and the Pareto front of what was measured, and write the page of results.
 
     ``ranks`` narrows the devices that layouts may take; all there are when absent. After ``seconds`` no point
-    is begun; the next run goes on with what is left.
+    is begun; the next run goes on with what is left. ``at_once`` measures as many models and layouts at the
+    same time as there are devices for, each in processes of its own.
 
     Raises:
         NotMeasurable: there is no device, or a layout that was asked for needs more than there are.
@@ -84,7 +87,27 @@ def run_command(
             console.print(f"left out {point.name}: {why}", style="dim", markup=False)
     opener = open_meter or engine_opener(device, effort or Effort())
     end = time.monotonic() + seconds
-    outcome = _with_progress(points, opener, output, again, console, lambda: time.monotonic() > end)
+
+    def open_on(numbers: tuple[int, ...]) -> OpenMeter:
+        return opener if open_meter is not None else remote_opener(device, effort or Effort(), numbers)
+
+    def measure(on_point: OnPoint) -> Outcome:
+        def over() -> bool:
+            return time.monotonic() > end
+
+        if at_once:
+            return run_sweep_at_once(
+                points,
+                open_on,
+                output,
+                devices=available,
+                again=again,
+                on_point=on_point,
+                time_is_over=over,
+            )
+        return run_sweep(points, opener, output, again=again, on_point=on_point, time_is_over=over)
+
+    outcome = _with_progress(len(points), measure, console)
     _print_prices(models, output.parent, points, gpu_hour_price)
     _print_errors(models, output.parent)
     print(
@@ -103,26 +126,17 @@ def run_command(
         raise SweepIncomplete(f"{len(outcome.left)} points are left for the next run")
 
 
-def _with_progress(
-    points: Sequence[Point],
-    open_meter: OpenMeter,
-    output: Path,
-    again: bool,
-    console: Console,
-    time_is_over: Callable[[], bool],
-) -> Outcome:
+def _with_progress(points: int, measure: Callable[[OnPoint], Outcome], console: Console) -> Outcome:
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=len(points))
+        task = progress.add_task("", total=points)
 
         def on_point(point: Point, result: str) -> None:
             progress.update(task, advance=1, description=point.name)
             if result != "known":
                 progress.console.print(f"{point.name}: {result}", markup=False)
 
-        return run_sweep(
-            points, open_meter, output, again=again, on_point=on_point, time_is_over=time_is_over
-        )
+        return measure(on_point)
 
 
 def _print_errors(models: Sequence[str], folder: Path) -> None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from antiphon.benchmarks.plan.cost_model import build
 from antiphon.benchmarks.plan.work import layout_floor_s
@@ -48,6 +48,15 @@ class Meter(Protocol):
         Raises:
             AntiphonError: it could not be measured; the message says why.
         """
+        ...
+
+
+@runtime_checkable
+class MeasuresMore(Protocol):
+    """A meter whose points bring figures of others along."""
+
+    def came_along(self) -> Sequence[Record]:
+        """Those of the last point."""
         ...
 
 
@@ -189,6 +198,19 @@ def engine_opener(device: DeviceType, effort: Effort) -> OpenMeter:
             single.close()
 
     return open_engine
+
+
+def remote_opener(device: DeviceType, effort: Effort, devices: Sequence[int]) -> OpenMeter:
+    """The same in processes of its own, on the devices of these numbers."""
+
+    @contextmanager
+    def open_remote(model: str, layout: Layout, points: Sequence[Point]) -> Iterator[Meter]:
+        from antiphon.benchmarks.sweep.replicas import open_replicas
+
+        with open_replicas(model, layout, points, device, effort, devices) as meter:
+            yield meter
+
+    return open_remote
 
 
 def free_memory() -> None:

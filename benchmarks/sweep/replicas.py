@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -15,13 +16,22 @@ from antiphon.benchmarks.sweep.points import Point
 from antiphon.protocol.errors import AntiphonError
 
 END_TIMEOUT_S = 60.0
+AT_ONCE = "at_once"
+"""Key of a record that was taken while the rest of the layout it names measured the same point."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ENVIRONMENT = threading.Lock()
+"""Held while this process's environment is that of a process which starts."""
 
 
 class ReplicaMeter:
-    """Gives every replica the same point at once; the figure is that of the slowest."""
+    """Gives every replica the same point at once; the figure is that of the slowest.
+
+    What the first of several replicas took is a figure of the layout of one replica, and comes along.
+    """
 
     def __init__(self, layout: Layout, replicas: Sequence[Connection]) -> None:
         self._layout, self._replicas = layout, replicas
+        self._first: Record | None = None
 
     def measure(self, point: Point) -> Record:
         """See ``Meter``; the point's batch is that of one replica.
@@ -29,6 +39,7 @@ class ReplicaMeter:
         Raises:
             NotMeasurable: a replica failed or died; the message is its own.
         """
+        self._first = None
         one = replace(point, layout=replace(self._layout, dp=1))
         for replica in self._replicas:
             with suppress(OSError):  # one that died says so below
@@ -46,16 +57,34 @@ class ReplicaMeter:
                 failures.append(str(answer))
         if failures:
             raise NotMeasurable(f"{point.name}: {failures[0]}")
+        if len(records) == 1:
+            return records[0]
+        first = records[0]
+        self._first = replace(first, extra=first.extra | {AT_ONCE: self._layout.name})
         slowest = max(records, key=lambda record: record.value)
         values = [record.value for record in records]
         return replace(slowest, layout=self._layout.name, extra=slowest.extra | {"replicas_ms": values})
 
+    def came_along(self) -> Sequence[Record]:
+        """See ``MeasuresMore``."""
+        return [] if self._first is None else [self._first]
+
 
 @contextmanager
 def open_replicas(
-    model: str, layout: Layout, points: Sequence[Point], device: DeviceType, effort: Effort
+    model: str,
+    layout: Layout,
+    points: Sequence[Point],
+    device: DeviceType,
+    effort: Effort,
+    devices: Sequence[int] | None = None,
 ) -> Iterator[Meter]:
-    """Start a process for each replica and end them with the block."""
+    """Start a process for each replica, one too where there is one, and end them with the block.
+
+    Args:
+        devices: numbers of the GPUs that they may take; the first ones when absent.
+    """
+    numbers = range(layout.gpus) if devices is None else devices
     spawn = multiprocessing.get_context("spawn")
     one = replace(layout, dp=1)
     mine = [replace(point, layout=one) for point in points]
@@ -63,7 +92,7 @@ def open_replicas(
         connections = []
         for index in range(layout.dp):
             here, there = spawn.Pipe()
-            with _visible_devices(device, index * one.tp, one.tp):
+            with _visible_devices(device, numbers[index * one.tp : (index + 1) * one.tp]):
                 process = spawn.Process(target=serve_replica, args=(there, model, one, mine, device, effort))
                 process.start()
             there.close()
@@ -97,23 +126,29 @@ def serve_replica(
         return  # the sweep is done
 
 
+def visible_devices(numbers: Sequence[int]) -> str:
+    """``CUDA_VISIBLE_DEVICES`` of a process that may take these of the GPUs that this one sees."""
+    before = os.environ.get(_VISIBLE)
+    known = before.split(",") if before else [str(index) for index in range(max(numbers) + 1)]
+    return ",".join(known[number] for number in numbers)
+
+
 @contextmanager
-def _visible_devices(device: DeviceType, first: int, count: int) -> Iterator[None]:
-    """What a process started within sees of the GPUs: ``count`` of them from ``first``."""
+def _visible_devices(device: DeviceType, numbers: Sequence[int]) -> Iterator[None]:
+    """What a process started within sees of the GPUs."""
     if device == "cpu":
         yield
         return
-    name = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(name)
-    known = before.split(",") if before else [str(index) for index in range(first + count)]
-    os.environ[name] = ",".join(known[first : first + count])
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    with _ENVIRONMENT:
+        before = os.environ.get(_VISIBLE)
+        os.environ[_VISIBLE] = visible_devices(numbers)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_VISIBLE]
+            else:
+                os.environ[_VISIBLE] = before
 
 
 def _end(process: multiprocessing.process.BaseProcess, connection: Connection) -> None:

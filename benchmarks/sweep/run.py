@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from antiphon.benchmarks.records import Record, append_records, load_records
-from antiphon.benchmarks.sweep.meter import Meter, OpenMeter
+from antiphon.benchmarks.records import Layout, Record, append_records, load_records, now
+from antiphon.benchmarks.sweep import lanes
+from antiphon.benchmarks.sweep.meter import MeasuresMore, Meter, OpenMeter
 from antiphon.benchmarks.sweep.points import Point
+from antiphon.benchmarks.sweep.replicas import AT_ONCE
 from antiphon.protocol.errors import AntiphonError
 
 OnPoint = Callable[[Point, str], None]
@@ -25,6 +28,13 @@ class Outcome:
     failed: list[tuple[Point, str]] = field(default_factory=list)
     left: list[Point] = field(default_factory=list)
     """Not begun, since the time was over."""
+
+    def add(self, other: Outcome) -> None:
+        """What another part of the sweep did."""
+        self.measured += other.measured
+        self.known += other.known
+        self.failed += other.failed
+        self.left += other.left
 
 
 def run_sweep(
@@ -69,6 +79,60 @@ def run_sweep(
     return outcome
 
 
+def run_sweep_at_once(
+    points: Sequence[Point],
+    open_on: Callable[[tuple[int, ...]], OpenMeter],
+    output: Path,
+    *,
+    devices: int,
+    again: bool = False,
+    on_point: OnPoint,
+    time_is_over: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """As ``run_sweep``, with as many models and layouts at the same time as there are devices for.
+
+    ``open_on`` opens meters on the devices of these numbers, in processes of their own. Replicas that measure
+    at the same time go first, since they bring the figures of one replica along; then layouts in the order in
+    which they appear, each for all models.
+
+    Raises:
+        ConfigError: a layout takes more devices than there are.
+    """
+    outcome, lock, begun = Outcome(), threading.Lock(), now()
+    groups: dict[tuple[str, Layout], list[Point]] = {}
+    for point in points:
+        groups.setdefault((point.model, point.layout), []).append(point)
+
+    def job(mine: list[Point]) -> lanes.Job:
+        layout = mine[0].layout
+
+        def run(numbers: tuple[int, ...]) -> None:
+            # What came along with replicas a moment ago is not measured again, even with ``again``.
+            here = [point for point in mine if not _came_along(point, output, begun)]
+            for point in set(mine) - set(here):
+                on_point(point, "known")
+            part = run_sweep(
+                here, open_on(numbers), output, again=again, on_point=on_point, time_is_over=time_is_over
+            )
+            with lock:
+                outcome.add(part)
+
+        return lanes.Job(f"{mine[0].model} {layout.name}", layout.gpus, run)
+
+    order = list(dict.fromkeys(layout for _, layout in groups))
+    order.sort(key=lambda layout: layout.dp == 1)  # stable
+    found = sorted(groups.items(), key=lambda item: order.index(item[0][1]))
+    lanes.run_at_once([job(mine) for _, mine in found], devices)
+    return outcome
+
+
+def _came_along(point: Point, output: Path, begun: str) -> bool:
+    return any(
+        point.measured_by(record) and AT_ONCE in record.extra and record.date >= begun
+        for record in load_records(output)
+    )
+
+
 def _measure(
     points: Sequence[Point],
     meter: Meter,
@@ -86,8 +150,9 @@ def _measure(
         except _failures() as error:
             _fail(outcome, point, error, on_point)
             continue
-        append_records(output, [record])
-        outcome.measured.append(record)
+        figures = [record, *(meter.came_along() if isinstance(meter, MeasuresMore) else ())]
+        append_records(output, figures)
+        outcome.measured += figures
         on_point(point, f"{record.value:.3f} {record.unit}")
 
 

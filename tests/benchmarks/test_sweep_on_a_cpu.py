@@ -18,7 +18,7 @@ from antiphon.model.config import preset
 EFFORT = Effort(steps=3, repeats=1, chunk_tokens=128)
 
 
-def sweep(output: Path, layouts: list[str], docs: Path | None = None) -> None:
+def sweep(output: Path, layouts: list[str], docs: Path | None = None, *, at_once: bool = False) -> None:
     run_command(
         ["tiny"],
         output,
@@ -28,6 +28,7 @@ def sweep(output: Path, layouts: list[str], docs: Path | None = None) -> None:
         sizes=Sizes((130,), (2,), (140,)),
         effort=EFFORT,
         docs=docs,
+        at_once=at_once,
     )
 
 
@@ -53,6 +54,21 @@ def test_every_layout_is_measured_once_and_the_page_is_written(
     sweep(output, layouts)
     assert "0 measured, 6 known before, 0 failed" in capsys.readouterr().out
     assert load_records(output) == records
+
+
+def test_layouts_at_the_same_time_give_the_same_points_and_replicas_bring_one_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, layouts = tmp_path / "sweep.json", ["TP1", "TP2 EP2", "TP1 DP2"]
+    sweep(output, layouts, at_once=True)
+    assert "6 measured, 0 known before, 0 failed, 0 left" in capsys.readouterr().out
+    records = {(each.layout, each.batch): each for each in load_records(output)}
+    assert len(records) == 6
+    one, both = records["TP1", 2], records["TP1 DP2", 2]
+    assert (one.extra["at_once"], one.value) == ("TP1 DP2", both.extra["replicas_ms"][0])  # type: ignore[index]
+    assert "at_once" not in records["TP2 EP2", 2].extra
+    sweep(output, layouts, at_once=True)
+    assert "0 measured, 6 known before" in capsys.readouterr().out
 
 
 def test_a_layout_that_cannot_be_is_named_and_leaves_no_process(tmp_path: Path) -> None:
