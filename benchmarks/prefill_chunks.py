@@ -159,7 +159,7 @@ def page_errors(one: EngineLoop, other: EngineLoop) -> list[float]:
     """Relative L2 between the pages of two engines that did the same, by layer."""
     layers = range(one.kv_cache.model.num_hidden_layers)
     return [
-        _relative(one.kv_cache.layer(layer).float(), other.kv_cache.layer(layer).float()) for layer in layers
+        _relative(*(cache.numbers(layer) for cache in (one.kv_cache, other.kv_cache))) for layer in layers
     ]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.configs.workers import WorkerConfig
+from antiphon.kernels.fp8_pages import head_bytes
 from antiphon.kernels.reference import MXFP4_BLOCK
 from antiphon.model.checkpoint.layout import TensorKind
 from antiphon.model.config import GptOssConfig
@@ -208,10 +209,16 @@ def _projection_bytes(model: GptOssConfig) -> int:
 def _page_bytes(config: DeploymentConfig, worker: WorkerConfig, model: GptOssConfig) -> int:
     cache = worker.kv_cache
     heads = model.num_key_value_heads // worker.tensor_parallel
-    layer = 2 * heads * cache.page_size_tokens * model.head_dim * DTYPE_BYTES[config.model.dtype]
+    plain = heads * _head_page_bytes(config, worker, model)
+    each = heads * head_bytes(cache.page_size_tokens, model.head_dim) if config.model.fp8_kv else plain
     full = (cache.full_pages + 1) * len(model.full_layers)
     sliding = (cache.sliding_pages + 1) * len(model.sliding_layers)
-    return layer * (full + sliding)
+    return each * full + plain * sliding
+
+
+def _head_page_bytes(config: DeploymentConfig, worker: WorkerConfig, model: GptOssConfig) -> int:
+    """Keys and values of one head of one layer's page in the model's dtype."""
+    return 2 * worker.kv_cache.page_size_tokens * model.head_dim * DTYPE_BYTES[config.model.dtype]
 
 
 def _workspace_bytes(config: DeploymentConfig, role: Role, worker: WorkerConfig, model: GptOssConfig) -> int:
@@ -231,6 +238,11 @@ def _workspace_bytes(config: DeploymentConfig, role: Role, worker: WorkerConfig,
     if computes and worker.fp8_projections:
         width = model.num_attention_heads * model.head_dim
         activations += (tokens + WIDE_TILE) * math.ceil(width / FP8_TILE) * (FP8_TILE + FP8_SCALE_BYTES)
+    if computes and worker.device == "cuda" and config.model.fp8_kv:
+        # A full layer's pages, widened for the prompt's attention.
+        ranks = worker.tensor_parallel
+        page = model.num_key_value_heads // ranks * _head_page_bytes(config, worker, model)
+        activations += (worker.kv_cache.full_pages + 1) * page
     logits = 3 * 4 * worker.max_batch_size * model.vocab_size if role is Role.DECODE else 0
     slots = config.staging_slots("prefill" if role is Role.PREFILL else "decode")
     staging = slots * config.transfer.staging_slot_mib * 2**20

@@ -94,10 +94,13 @@ def load_rank(role: Role, config: DeploymentConfig, rank: int, store: Store) -> 
         if device.type == "cpu":
             plain = load_parallel_model(path, layout, group.communicator, dtype, with_unembedding=samples)
             return plain, group
+        from antiphon.model.cuda_roads import require_fp8_pages
         from antiphon.model.parallel.cuda_load import load_cuda_rank  # loads Triton
 
         if config.model.dtype != "bfloat16":
             raise ConfigError(f"model.dtype {config.model.dtype}: a GPU computes in bfloat16")
+        if config.model.fp8_kv:
+            require_fp8_pages(device)
         if config.kernels.require_built:
             require_built_kernels(role, path, mine, device)
         fast = load_cuda_rank(
@@ -218,6 +221,7 @@ def follow_in(
         dtype=DTYPES[config.model.dtype],
         device=model.device,
         kv_heads=model.config.num_key_value_heads // group.size,
+        full_fp8=config.model.fp8_kv,
     )
     rank_kv = FollowerKv(role, config, rank, pages, cluster_token, transport_factory)
     try:

@@ -91,6 +91,7 @@ def assemble_worker(
             device=mine.device,
             kv_dtype=dtype,
             kv_heads=kv_heads,
+            full_fp8=config.model.fp8_kv,
             on_scheduled=on_scheduled,
             on_kv_written=on_kv_written,
             grammars=grammars,
@@ -117,8 +118,10 @@ def _load(role: Role, config: DeploymentConfig, mine: WorkerConfig) -> LanguageM
     if config.model.dtype != "bfloat16":
         raise ConfigError(f"model.dtype {config.model.dtype}: a GPU computes in bfloat16")
     from antiphon.model.cuda_load import load_cuda_model  # loads Triton
-    from antiphon.model.cuda_roads import ChunkChoices
+    from antiphon.model.cuda_roads import ChunkChoices, require_fp8_pages
 
+    if config.model.fp8_kv:
+        require_fp8_pages(torch.device("cuda"))
     if config.kernels.require_built:
         require_built_kernels(role, path, mine, "cuda")
     model = load_cuda_model(

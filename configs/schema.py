@@ -29,6 +29,10 @@ class ModelConfig(Section):
     """Name in the HTTP API; the last part of ``path`` when absent."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Arithmetic and KV type of the plain road; float32 on CPUs."""
+    kv_dtype: Literal["same", "fp8_e4m3"] = "same"
+    """What the pages of full-attention layers hold: ``same`` is ``dtype``; ``fp8_e4m3`` are e4m3 numbers with
+    a power-of-two scale for each token and kv head, about half of bfloat16's bytes to keep, ship and read,
+    and less exact. Sliding layers keep ``dtype``. Needs GPUs from sm_89 on, and pages of a multiple of 16."""
     max_context_tokens: int | None = pydantic.Field(None, ge=2)
     """Prompt + output limit; the checkpoint's own when absent."""
 
@@ -36,6 +40,11 @@ class ModelConfig(Section):
     def name(self) -> str:
         """The name clients use."""
         return self.served_name or Path(self.path).name
+
+    @property
+    def fp8_kv(self) -> bool:
+        """Whether the pages of full layers hold FP8."""
+        return self.kv_dtype == "fp8_e4m3"
 
 
 class DeploymentConfig(Section):
@@ -70,6 +79,11 @@ class DeploymentConfig(Section):
             raise ValueError(f"kv_cache.page_size_tokens differs: prefill {sizes[0]}, decode {sizes[1]}")
         for role, worker in (("prefill", self.prefill), ("decode", self.decode)):
             page = worker.kv_cache.page_size_tokens
+            if self.model.fp8_kv and page % 16:
+                raise ValueError(
+                    f"model.kv_dtype fp8_e4m3 with {role}.kv_cache.page_size_tokens {page}: "
+                    "not a multiple of 16"
+                )
             if worker.chunk_tokens % page:
                 raise ValueError(
                     f"{role}.chunk_tokens {worker.chunk_tokens} is not a multiple of the page size {page}"

@@ -81,7 +81,7 @@ class KvStaging:
 
     def _copy(self, offset: int, blocks: Sequence[PageBlock], gather: bool) -> None:
         for block in blocks:
-            pages = self._kv_cache.memory(block.group)  # [N, layers, G, 2, S, D]
+            pages = self._kv_cache.memory(block.group)  # [N, layers, G, ..]
             chosen = pages.flatten(3)[
                 :, block.layers.start : block.layers.stop, block.heads.start : block.heads.stop
             ].view(_WORD)

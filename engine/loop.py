@@ -51,6 +51,7 @@ class EngineLoop:
         settings: sizes and bounds.
         device, kv_dtype: where the pages live and what they hold.
         kv_heads: kv heads of this rank; all of the model's when absent.
+        full_fp8: pages of full layers hold FP8 instead.
         on_scheduled: called on the engine thread after a step is planned and before it computes, with each
             PagesReserved and PrefillStarted of the step. ``step`` returns the same events later.
         on_kv_written: called on the engine thread while the step computes, right after the last layer of a
@@ -69,6 +70,7 @@ class EngineLoop:
         device: torch.device | str = "cpu",
         kv_dtype: torch.dtype = torch.float32,
         kv_heads: int | None = None,
+        full_fp8: bool = False,
         on_scheduled: Callable[[PagesReserved | PrefillStarted], None] | None = None,
         on_kv_written: Callable[[KvWritten], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -85,6 +87,7 @@ class EngineLoop:
             dtype=kv_dtype,
             device=device,
             kv_heads=kv_heads,
+            full_fp8=full_fp8,
         )
         self.executor = executor(model, self.kv_cache, settings)
         self._in_flight: InFlight | None = None

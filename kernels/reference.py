@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from antiphon.kernels.fp8_pages import Fp8Pages, KvLayer
+
 SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
 MXFP4_BLOCK = 32
@@ -108,24 +110,27 @@ def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, concentration: float) -
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def write_kv(key: Tensor, value: Tensor, kv_layer: Tensor, slot: Tensor) -> None:
+def write_kv(key: Tensor, value: Tensor, kv_layer: KvLayer, slot: Tensor) -> None:
     """Store keys and values in their pages, in place.
 
     Args:
         key, value: [T, G, D].
-        kv_layer: [N, G, 2, S, D] view of one layer (index 0 keys, 1 values); any page stride.
+        kv_layer: [N, G, 2, S, D] view of one layer (index 0 keys, 1 values), any page stride; or FP8 pages.
         slot: [T] int64, page * S + offset; a negative slot is skipped (padding).
     """
     page_size = kv_layer.shape[3]
     keep = slot >= 0
     page, offset = slot[keep] // page_size, slot[keep] % page_size
+    if isinstance(kv_layer, Fp8Pages):
+        kv_layer.write(key[keep], value[keep], page, offset)
+        return
     kv_layer[page, :, 0, offset] = key[keep].to(kv_layer.dtype)
     kv_layer[page, :, 1, offset] = value[keep].to(kv_layer.dtype)
 
 
 def paged_attention(
     query: Tensor,
-    kv_layer: Tensor,
+    kv_layer: KvLayer,
     sequences: PagedSequences,
     sinks: Tensor,
     window: int | None,
@@ -138,7 +143,7 @@ def paged_attention(
 
     Args:
         query: [T, Q, D], rotated.
-        kv_layer: [N, G, 2, S, D] view of one layer; query head h reads kv head h // (Q / G).
+        kv_layer: [N, G, 2, S, D] view of one layer, or FP8 pages; query head h reads kv head h // (Q / G).
         sinks: [Q].
 
     Returns:
@@ -161,7 +166,7 @@ def paged_attention(
         first_page = first_key // page_size
         pages = sequences.block_table[b, first_page : -(-length // page_size)].long()
         offset = first_page * page_size
-        kv = kv_layer.permute(2, 1, 0, 3, 4).index_select(2, pages).flatten(2, 3)  # [2, G, pages * S, D]
+        kv = _gather(kv_layer, pages).flatten(2, 3)  # [2, G, pages * S, D]
         key, value = kv[:, :, first_key - offset : length - offset].float()
         # Queries that share a kv head are rows of one matrix: [G, Q / G * count, D].
         q = query[begin:end].float().reshape(count, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
@@ -181,6 +186,13 @@ def paged_attention(
     if starts[-1] < tokens:
         out[starts[-1] :] = 0  # padding of a fixed-size batch
     return out
+
+
+def _gather(kv_layer: KvLayer, pages: Tensor) -> Tensor:
+    """Pages [P] int64 of a layer -> [2, G, P, S, D]."""
+    if isinstance(kv_layer, Fp8Pages):
+        return kv_layer.widened(pages).permute(2, 1, 0, 3, 4)
+    return kv_layer.permute(2, 1, 0, 3, 4).index_select(2, pages)
 
 
 def route(x: Tensor, weight: Tensor, bias: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

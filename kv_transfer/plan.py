@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.protocol.errors import HandshakeError
-from antiphon.protocol.identity import KvFingerprint
+from antiphon.protocol.identity import FP8_E4M3, KvFingerprint
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class GroupLayout:
     Attributes:
         layers: layers of the group.
         kv_heads: kv heads of the model.
-        head_bytes: bytes of one head of one layer of one page (K and V).
+        head_bytes: bytes of one head of one layer of one page (K and V, and in FP8 their scales).
     """
 
     layers: int
@@ -72,14 +72,24 @@ def group_layouts(fingerprint: KvFingerprint) -> dict[str, GroupLayout]:
     Raises:
         HandshakeError: the fingerprint names a dtype of unknown size.
     """
-    size = DTYPE_BYTES.get(fingerprint.kv_dtype)
-    if size is None:
-        raise HandshakeError(f"unknown KV dtype {fingerprint.kv_dtype!r}")
-    head_bytes = 2 * fingerprint.page_size_tokens * fingerprint.head_dim * size
+
+    def layout(layers: int, kv_dtype: str) -> GroupLayout:
+        return GroupLayout(layers, fingerprint.kv_heads, _head_bytes(fingerprint, kv_dtype))
+
     return {
-        "full": GroupLayout(fingerprint.full_layers, fingerprint.kv_heads, head_bytes),
-        "sliding": GroupLayout(fingerprint.sliding_layers, fingerprint.kv_heads, head_bytes),
+        "full": layout(fingerprint.full_layers, fingerprint.full_kv_dtype),
+        "sliding": layout(fingerprint.sliding_layers, fingerprint.kv_dtype),
     }
+
+
+def _head_bytes(fingerprint: KvFingerprint, kv_dtype: str) -> int:
+    width = fingerprint.head_dim
+    size = DTYPE_BYTES.get(kv_dtype)
+    if size is not None:
+        return 2 * fingerprint.page_size_tokens * width * size
+    if kv_dtype == FP8_E4M3:  # a byte for each number, and one for the scale of a token's numbers
+        return 2 * fingerprint.page_size_tokens * (width + 1)
+    raise HandshakeError(f"unknown KV dtype {kv_dtype!r}")
 
 
 def layer_range(layers: int, layer_group: int, layer_groups: int) -> range:

@@ -12,6 +12,7 @@ from antiphon.kernels.dense import fp8_projection, skinny
 from antiphon.kernels.dense.fp8_projection import Fp8Projection, ProjectionWorkspace
 from antiphon.kernels.dense.norm import add_rms_norm_
 from antiphon.kernels.dense.rope import rope_and_write
+from antiphon.kernels.fp8_pages import Fp8Pages, KvLayer
 from antiphon.kernels.moe import chunk_norm
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import GptOssConfig
@@ -45,7 +46,7 @@ class AttentionBlock:
         normed: Tensor,
         weights: LayerWeights,
         positions: Tensor,
-        kv_layer: Tensor,
+        kv_layer: KvLayer,
         sequences: PagedSequences,
         window: int | None,
     ) -> Tensor:
@@ -53,7 +54,7 @@ class AttentionBlock:
         tokens = normed.shape[0]
         heads, dim = self._config.num_attention_heads, self._config.head_dim
         query = torch.empty(tokens, heads, dim, dtype=normed.dtype, device=normed.device)
-        if self._skinny(tokens):
+        if self._skinny(tokens) and not isinstance(kv_layer, Fp8Pages):
             skinny.qkv_rope(
                 *(normed, weights.qkv_weight, weights.qkv_bias, positions, sequences.slot),
                 *(self._rotation, kv_layer, query),
@@ -62,11 +63,11 @@ class AttentionBlock:
         else:
             fp8 = None if weights.fp8 is None else weights.fp8.qkv
             qkv = self._project(normed, weights.qkv_weight, weights.qkv_bias, fp8)
-            rotation = (qkv, positions, sequences.slot, self._rotation, kv_layer)
-            if self._hopper:
-                chunk_rope_and_write(*rotation, query)
+            rotation = (qkv, positions, sequences.slot, self._rotation)
+            if self._hopper and not isinstance(kv_layer, Fp8Pages):
+                chunk_rope_and_write(*rotation, kv_layer, query)
             else:
-                rope_and_write(*rotation, heads, query)
+                rope_and_write(*rotation, kv_layer, heads, query)
         return self._attention(query, kv_layer, sequences, weights.sinks, window)
 
     def add_output_(self, x: Tensor, mixed: Tensor, weights: LayerWeights) -> Tensor | None:

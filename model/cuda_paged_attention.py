@@ -8,9 +8,12 @@ from torch import Tensor
 from antiphon.kernels import reference
 from antiphon.kernels.attention import prefill_hopper
 from antiphon.kernels.attention.decode import DecodeAttention
+from antiphon.kernels.attention.decode_fp8 import Fp8DecodeAttention
 from antiphon.kernels.attention.prefill import prefill_attention
 from antiphon.kernels.attention.prefill_hopper import hopper_prefill_attention
+from antiphon.kernels.attention.widen import WidePages
 from antiphon.kernels.dense.rope import rotation_table
+from antiphon.kernels.fp8_pages import Fp8Pages, KvLayer
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import GptOssConfig
 
@@ -51,19 +54,27 @@ class PagedAttention:
         self._device = device
         self._hopper, self._pdl = hopper, pdl
         self._decode: dict[int, DecodeAttention] = {}
+        self._fp8_decode: dict[int, Fp8DecodeAttention] = {}
+        self._wide = WidePages()
 
     def __call__(
         self,
         query: Tensor,
-        kv_layer: Tensor,
+        kv_layer: KvLayer,
         sequences: PagedSequences,
         sinks: Tensor,
         window: int | None,
     ) -> Tensor:
-        """query [T, Q, D] -> [T, Q, D], of chunks in its place. ``window``: None is a full layer."""
+        """query [T, Q, D] -> [T, Q, D], of chunks in its place. ``window``: None is a full layer.
+
+        Only full layers may hold FP8. Decode kernels read such pages as they are; for the far more products
+        of a chunk they are widened first.
+        """
         scale = self._head_dim**-0.5
         tokens, sequence_count = query.shape[0], sequences.kv_len.shape[0]
         if tokens != sequence_count:
+            if isinstance(kv_layer, Fp8Pages):
+                kv_layer = self._wide.widen(kv_layer, sequences, query.dtype)
             longest = tokens - sequence_count + 1  # every sequence has at least one query token
             # The CUDA kernel is made for pages of 64 positions.
             fast = self._hopper and kv_layer.shape[3] == prefill_hopper.PAGE
@@ -71,8 +82,10 @@ class PagedAttention:
             # Every program reads the queries that it answers, and nobody else's, before it writes: the output
             # may take their place. So what stands at padding is finite.
             return attend(query, kv_layer, sequences, sinks, window, scale, longest, out=query)
-        kernel = self._decode_kernel(tokens)
         out = torch.empty_like(query)
+        if isinstance(kv_layer, Fp8Pages):
+            return self._fp8_kernel(tokens).full(query, kv_layer, sequences, sinks, scale, out)
+        kernel = self._decode_kernel(tokens)
         if window is None:
             return kernel.full(query, kv_layer, sequences, sinks, scale, out)
         return kernel.sliding(query, kv_layer, sequences, sinks, window, scale, out)
@@ -82,5 +95,13 @@ class PagedAttention:
         if kernel is None:
             kernel = self._decode[batch_size] = DecodeAttention(
                 batch_size, self._query_heads, self._kv_heads, self._head_dim, self._device, pdl=self._pdl
+            )
+        return kernel
+
+    def _fp8_kernel(self, batch_size: int) -> Fp8DecodeAttention:
+        kernel = self._fp8_decode.get(batch_size)
+        if kernel is None:
+            kernel = self._fp8_decode[batch_size] = Fp8DecodeAttention(
+                batch_size, self._query_heads, self._kv_heads, self._head_dim, self._device
             )
         return kernel

@@ -13,6 +13,7 @@ from antiphon.kernels.moe import build as moe_build
 from antiphon.kernels.moe.decode import SWIGLU_LIMIT
 from antiphon.kernels.moe.expert_range import MAX_EXPERTS, TOP_K
 from antiphon.model.config import GptOssConfig
+from antiphon.protocol.errors import ConfigError
 
 
 class Road(StrEnum):
@@ -67,6 +68,20 @@ def hopper_shape_obstacle(config: GptOssConfig) -> str | None:
     if config.sliding_window < prefill_hopper.PAGE:
         return f"sliding_window is {config.sliding_window}, they are made for at least {prefill_hopper.PAGE}"
     return None
+
+
+def require_fp8_pages(device: torch.device) -> None:
+    """Whether kernels for FP8 pages run on this GPU.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        raise ConfigError(
+            f"model.kv_dtype fp8_e4m3: {device} is sm_{capability[0]}{capability[1]}, "
+            "e4m3 numbers need sm_89 or later"
+        )
 
 
 def choose_road(config: GptOssConfig, device: torch.device) -> Road:

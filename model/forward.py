@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from antiphon.kernels.fp8_pages import KvLayer
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import GptOssConfig
 
@@ -31,8 +32,8 @@ class ForwardBatch:
 class KvLayers(Protocol):
     """Per-layer views of a paged KV cache."""
 
-    def layer(self, index: int) -> Tensor:
-        """[N, G, 2, S, D] pages of model layer ``index`` (its own page group's memory)."""
+    def layer(self, index: int) -> KvLayer:
+        """Pages of model layer ``index`` (its own page group's memory): [N, G, 2, S, D], or in FP8."""
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from antiphon.kernels import reference as ops
+from antiphon.kernels.fp8_pages import KvLayer
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import GptOssConfig
 from antiphon.model.forward import ForwardBatch, KvLayers
@@ -86,13 +87,13 @@ class AttentionBlock(nn.Module):
         self.out = Linear(heads * head_dim, config.hidden_size, dtype, device)
 
     def forward(
-        self, x: Tensor, positions: Tensor, yarn: Yarn, kv_layer: Tensor, sequences: PagedSequences
+        self, x: Tensor, positions: Tensor, yarn: Yarn, kv_layer: KvLayer, sequences: PagedSequences
     ) -> Tensor:
         """[T, H] -> [T, H]; arguments as in ``delta``."""
         return x + self.delta(x, positions, yarn, kv_layer, sequences)
 
     def delta(
-        self, x: Tensor, positions: Tensor, yarn: Yarn, kv_layer: Tensor, sequences: PagedSequences
+        self, x: Tensor, positions: Tensor, yarn: Yarn, kv_layer: KvLayer, sequences: PagedSequences
     ) -> Tensor:
         """Writes the tokens' keys and values, attends, and returns what these heads add to x, [T, H].
 
@@ -100,7 +101,7 @@ class AttentionBlock(nn.Module):
             x: [T, H].
             positions: [T] int64.
             yarn: the model's rotary frequencies.
-            kv_layer: [N, G, 2, S, D].
+            kv_layer: [N, G, 2, S, D], or FP8 pages.
             sequences: pages of this layer's group.
         """
         tokens = x.shape[0]
@@ -174,7 +175,7 @@ class TransformerBlock(nn.Module):
         self.mlp = MLPBlock(config, dtype, device, shape)
 
     def forward(
-        self, x: Tensor, positions: Tensor, yarn: Yarn, kv_layer: Tensor, sequences: PagedSequences
+        self, x: Tensor, positions: Tensor, yarn: Yarn, kv_layer: KvLayer, sequences: PagedSequences
     ) -> Tensor:
         """[T, H] -> [T, H]; arguments as in AttentionBlock."""
         return cast(Tensor, self.mlp(self.attn(x, positions, yarn, kv_layer, sequences)))

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Version of every message in this package. History:
 
 1: first form.
@@ -16,7 +16,11 @@ PROTOCOL_VERSION = 3
    writes may be staged (KvWelcome.staging, WriteDone.part).
 3: a broken connection is severed before the next welcome (KvHello.broken, KvWelcome.severed), on every rank
    (SeverWriter).
+4: full layers may hold FP8 (KvFingerprint.full_kv_dtype).
 """
+
+FP8_E4M3 = "fp8_e4m3"
+"""KV type of pages of e4m3 numbers with a power-of-two scale for each token and kv head."""
 
 
 class Role(StrEnum):
@@ -35,6 +39,7 @@ def new_epoch() -> int:
 class KvFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything two workers must agree on before a KV byte may move between them.
 
+    ``kv_dtype`` is that of sliding layers, ``full_kv_dtype`` that of full ones, which is the same or FP8.
     ``layout`` names the order of a page's dimensions. Tensor parallelism is absent on purpose: it may
     differ, the transfer plan re-slices heads.
     """
@@ -50,6 +55,7 @@ class KvFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: int
     window_tokens: int
     layout: str
+    full_kv_dtype: str
 
     def differences(self, other: KvFingerprint) -> list[str]:
         """One line per field that differs, naming both values; empty when compatible."""

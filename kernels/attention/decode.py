@@ -1,7 +1,6 @@
 """Decode attention with sinks over paged KV, in Triton: one query token per sequence.
 
-Full layers split the keys of a sequence over several programs, and a second small kernel merges the parts (a
-merge by the last program to finish took 3 to 11 us longer at batch 1, since one warp then reads all parts).
+Full layers split the keys of a sequence over several programs, and ``split_parts`` merges what they found.
 Sliding layers read at most ``window`` keys and need one program per sequence and kv head, all keys at once.
 The sink enters the online softmax as the starting maximum (weight 1 in the denominator) of the first split
 only, so it counts once for any number of splits.
@@ -12,13 +11,12 @@ win; the page-index load eats pipeline stages, so 5 stages mean two K/V buffers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from antiphon.kernels.attention.split_parts import SplitParts, launch_options
 from antiphon.kernels.reference import PagedSequences
 
 LOG2E = 1.4426950408889634
@@ -99,7 +97,7 @@ def _prefetch_page(kv_base, page, page_stride, PAGE: tl.constexpr, DIM: tl.const
 
 
 @triton.jit
-def _load_query(q_ptr, b, g, sm_scale_log2, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
+def load_query(q_ptr, b, g, sm_scale_log2, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
     rows = tl.arange(0, 16)
     at = (b * HEADS + g * GROUP + rows)[:, None] * DIM + tl.arange(0, DIM)[None, :]
     query = tl.load(q_ptr + at, mask=rows[:, None] < GROUP, other=0.0)
@@ -146,7 +144,7 @@ def _decode_full(
                 _prefetch_page(kv_base, tl.load(table_row + i), page_stride, PAGE, DIM)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    query, at, rows = _load_query(q_ptr, b, g, sm_scale_log2, HEADS, GROUP, DIM)
+    query, at, rows = load_query(q_ptr, b, g, sm_scale_log2, HEADS, GROUP, DIM)
     sink = (
         tl.load(sink_ptr + g * GROUP + rows, mask=rows < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
     )
@@ -171,34 +169,6 @@ def _decode_full(
         tl.store(part_acc_ptr + part_at, acc, mask=mask[:, None])
         tl.store(part_max_ptr + part, m, mask=mask)
         tl.store(part_sum_ptr + part, total, mask=mask)
-
-
-@triton.jit
-def _merge_splits(
-    part_acc_ptr,
-    part_max_ptr,
-    part_sum_ptr,
-    out_ptr,
-    DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One query head of one sequence: weigh the splits' parts by their maxima and add them up."""
-    row = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # the projection behind fetches its weights meanwhile
-        tl.extra.cuda.gdc_wait()
-    split = tl.arange(0, BLOCK)
-    inside = split < SPLITS
-    part = row * SPLITS + split
-    dims = tl.arange(0, DIM)
-    acc = tl.load(part_acc_ptr + part[:, None] * DIM + dims[None, :], mask=inside[:, None], other=0.0)
-    maxima = tl.load(part_max_ptr + part, mask=inside, other=float("-inf"))
-    weight = tl.exp2(maxima - tl.max(maxima, 0))
-    total = tl.sum(tl.load(part_sum_ptr + part, mask=inside, other=0.0) * weight, 0)
-    merged = tl.sum(acc * weight[:, None], 0) / total
-    tl.store(out_ptr + row * DIM + dims, merged.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr", "len_ptr"])
@@ -240,7 +210,7 @@ def _decode_sliding(
         newest = (position + 1 == length)[:, None]
         key = tl.where(newest, tl.load(key_ptr, mask=newest, other=0.0), key)
         value = tl.where(newest, tl.load(key_ptr + PAGE * DIM, mask=newest, other=0.0), value)
-    query, at, rows = _load_query(q_ptr, b, g, sm_scale_log2, HEADS, GROUP, DIM)
+    query, at, rows = load_query(q_ptr, b, g, sm_scale_log2, HEADS, GROUP, DIM)
     sink = (
         tl.load(sink_ptr + g * GROUP + rows, mask=rows < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
     )
@@ -278,10 +248,7 @@ class DecodeAttention:
         self.query_heads, self.kv_heads, self.head_dim = query_heads, kv_heads, head_dim
         self.splits = choose_splits(batch_size, kv_heads) if splits is None else splits
         self.pdl = pdl
-        parts = batch_size * query_heads * self.splits
-        self._acc = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
-        self._max = torch.empty(parts, dtype=torch.float32, device=device)
-        self._sum = torch.empty(parts, dtype=torch.float32, device=device)
+        self._parts = SplitParts(batch_size * query_heads, head_dim, self.splits, device, pdl)
 
     def full(
         self,
@@ -305,9 +272,9 @@ class DecodeAttention:
             sequences.kv_len,
             sinks,
             out,
-            self._acc,
-            self._max,
-            self._sum,
+            self._parts.acc,
+            self._parts.max,
+            self._parts.sum,
             kv_layer.stride(0),
             sequences.block_table.stride(0),
             sm_scale * LOG2E,
@@ -320,21 +287,10 @@ class DecodeAttention:
             PDL=self.pdl,
             PREFETCHED=_PREFETCHED_PAGES,
             num_warps=1,
-            **self._launch_options(),
+            **launch_options(self.pdl),
         )
         if self.splits > 1:
-            _merge_splits[(self.batch_size * self.query_heads,)](
-                self._acc,
-                self._max,
-                self._sum,
-                out,
-                DIM=self.head_dim,
-                SPLITS=self.splits,
-                BLOCK=triton.next_power_of_2(self.splits),
-                PDL=self.pdl,
-                num_warps=2,
-                **self._launch_options(),
-            )
+            self._parts.merge(out)
         return out
 
     def sliding(
@@ -372,12 +328,9 @@ class DecodeAttention:
             DIM=self.head_dim,
             PDL=self.pdl,
             num_warps=4,
-            **self._launch_options(),
+            **launch_options(self.pdl),
         )
         return out
-
-    def _launch_options(self) -> dict[str, Any]:
-        return {"launch_pdl": True} if self.pdl else {}
 
     def _check(self, query: Tensor, kv_layer: Tensor, sequences: PagedSequences, sinks: Tensor) -> None:
         expected = (self.batch_size, self.query_heads, self.head_dim)

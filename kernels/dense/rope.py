@@ -7,11 +7,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from antiphon.kernels.fp8_pages import Fp8Pages, KvLayer
+
 
 def rotation_table(inv_freq: Tensor, concentration: float, positions: int) -> Tensor:
     """[positions, D / 2, 2] float32: cos and sin of every position, times the YaRN concentration."""
     angle = torch.arange(positions, dtype=torch.float64, device=inv_freq.device)[:, None] * inv_freq.double()
     return (torch.stack((angle.cos(), angle.sin()), dim=-1) * concentration).float().contiguous()
+
+
+@triton.jit
+def _e4m3_code(scaled):
+    """The e4m3 bits of float32 numbers, to nearest, ties to even; beyond 448 the largest, NaN stays NaN.
+
+    In integers, so that whatever runs this need not know the type. Below 2^-6 a code is a multiple of 2^-9.
+    """
+    bits = scaled.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    small = (tl.abs(scaled) * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 0x3FFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
+    code = tl.where(magnitude < 0x3C800000, small, tl.minimum(normal, 126))
+    code = tl.where(magnitude > 0x7F800000, 127, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit(do_not_specialize_on_alignment=["position_ptr", "slot_ptr"])
@@ -28,6 +45,7 @@ def _rope_and_write(
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEAD_BLOCK)
@@ -51,11 +69,25 @@ def _rope_and_write(
     kv = head - Q
     is_value = kv >= G
     kv_head = tl.where(is_value, kv - G, kv)
-    kv_row = (kv_head * 2 + is_value.to(tl.int32)) * PAGE + slot % PAGE
-    kv_at = (slot // PAGE) * page_stride + kv_row[:, None] * DIM + d[None, :]
-    stored = ((head >= Q) & inside & (slot + tl.zeros_like(head) >= 0))[:, None]
-    tl.store(kv_ptr + kv_at, out_first.to(kv_ptr.dtype.element_ty), mask=stored)
-    tl.store(kv_ptr + kv_at + half, out_second.to(kv_ptr.dtype.element_ty), mask=stored)
+    stored = (head >= Q) & inside & (slot + tl.zeros_like(head) >= 0)
+    page = kv_ptr + (slot // PAGE) * page_stride
+    if FP8:
+        one, other = out_first.to(tl.float32), out_second.to(tl.float32)
+        peak = tl.maximum(tl.max(tl.abs(one), 1), tl.max(tl.abs(other), 1))
+        exponent = ((peak.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+        exponent = tl.minimum(tl.maximum(exponent, 1), 190)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        kv_row = is_value.to(tl.int32) * PAGE + slot % PAGE
+        kv_at = (kv_head * (2 * PAGE * (DIM + 1)) + kv_row * DIM)[:, None] + d[None, :]
+        tl.store(page + kv_at, _e4m3_code(one * inverse), mask=stored[:, None])
+        tl.store(page + kv_at + half, _e4m3_code(other * inverse), mask=stored[:, None])
+        exponent_at = kv_head * (2 * PAGE * (DIM + 1)) + 2 * PAGE * DIM + kv_row
+        tl.store(page + exponent_at, exponent.to(tl.uint8), mask=stored)
+    else:
+        kv_row = (kv_head * 2 + is_value.to(tl.int32)) * PAGE + slot % PAGE
+        kv_at = kv_row[:, None] * DIM + d[None, :]
+        tl.store(page + kv_at, out_first.to(kv_ptr.dtype.element_ty), mask=stored[:, None])
+        tl.store(page + kv_at + half, out_second.to(kv_ptr.dtype.element_ty), mask=stored[:, None])
 
 
 def rope_and_write(
@@ -63,7 +95,7 @@ def rope_and_write(
     positions: Tensor,
     slot: Tensor,
     rotation: Tensor,
-    kv_layer: Tensor,
+    kv_layer: KvLayer,
     query_heads: int,
     query: Tensor,
 ) -> Tensor:
@@ -73,8 +105,8 @@ def rope_and_write(
         qkv: [T, (Q + 2 G) * D] contiguous, bias added.
         positions, slot: [T] int64; a negative slot is not stored.
         rotation: [positions, D / 2, 2] float32 from ``rotation_table``.
-        kv_layer: [N, G, 2, S, D] view.
-        query: [T, Q, D] output.
+        kv_layer: [N, G, 2, S, D] view, or FP8 pages.
+        query: [T, Q, D] output; keys and values take its dtype before they are stored.
     """
     kv_heads, page_size, dim = kv_layer.shape[1], kv_layer.shape[3], kv_layer.shape[4]
     _rope_and_write[(qkv.shape[0],)](
@@ -83,13 +115,14 @@ def rope_and_write(
         slot,
         rotation,
         query,
-        kv_layer,
-        kv_layer.stride(0),
+        kv_layer.data if isinstance(kv_layer, Fp8Pages) else kv_layer,
+        kv_layer.page_stride if isinstance(kv_layer, Fp8Pages) else kv_layer.stride(0),
         Q=query_heads,
         G=kv_heads,
         PAGE=page_size,
         DIM=dim,
         HEAD_BLOCK=triton.next_power_of_2(query_heads + 2 * kv_heads),
+        FP8=isinstance(kv_layer, Fp8Pages),
         num_warps=4,
     )
     return query

@@ -1,7 +1,7 @@
 """What rank 0 tells the others to do: a header of fixed size over the control group, then its tensors.
 
 command     numbers in the header                                   then, over the model's communicator
-FORWARD     sizes of the batch, pages and page size of rank 0       the packed batch
+FORWARD     sizes of the batch, pages of rank 0 and what they hold  the packed batch
 LOGITS      rows                                                    hidden states
 GREEDY      rows                                                    hidden states
 TOP_K       rows, k                                                 hidden states
@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from antiphon.kernels.fp8_pages import Fp8Pages
 from antiphon.model.config import GptOssConfig
 from antiphon.model.forward import KvLayers, LanguageModel
 from antiphon.model.parallel.communicator import Communicator
@@ -98,11 +99,18 @@ class CommandChannel:
         return Command(command), numbers
 
 
-def kv_geometry(config: GptOssConfig, kv: KvLayers) -> tuple[int, int, int]:
-    """(pages of the full layers, pages of the sliding layers, positions per page); 0 pages without layers."""
+KV_GEOMETRY = ("full pages", "sliding pages", "page size", "FP8 in full layers")
+"""Names of what ``kv_geometry`` returns."""
+
+
+def kv_geometry(config: GptOssConfig, kv: KvLayers) -> tuple[int, int, int, int]:
+    """(pages of the full layers, of the sliding layers, positions per page, 1 where full layers hold FP8).
+
+    0 pages without layers.
+    """
     full, sliding = (
         kv.layer(layers[0]) if layers else None for layers in (config.full_layers, config.sliding_layers)
     )
     page_size = next(int(layer.shape[3]) for layer in (full, sliding) if layer is not None)
     counts = [0 if layer is None else int(layer.shape[0]) for layer in (full, sliding)]
-    return counts[0], counts[1], page_size
+    return counts[0], counts[1], page_size, int(isinstance(full, Fp8Pages))

@@ -18,6 +18,7 @@ from torch import Tensor
 from antiphon.kernels.attention import prefill_hopper
 from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write
+from antiphon.kernels.fp8_pages import KvLayer
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import GptOssConfig
 from antiphon.model.converted_experts import ConvertedExperts
@@ -237,7 +238,7 @@ class CudaRankTransformer:
         normed: Tensor,
         weights: LayerWeights,
         positions: Tensor,
-        kv_layer: Tensor,
+        kv_layer: KvLayer,
         sequences: PagedSequences,
         window: int | None,
     ) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from antiphon.model.forward import KvLayers, ReservesBuffers
 from antiphon.model.parallel.batch_wire import BatchSizes, unpack
-from antiphon.model.parallel.commands import Command, CommandChannel, RankModel, kv_geometry
+from antiphon.model.parallel.commands import KV_GEOMETRY, Command, CommandChannel, RankModel, kv_geometry
 from antiphon.model.parallel.rank_graphs import RankGraphs
 from antiphon.model.parallel.rank_group import RankGroup
 from antiphon.protocol.errors import ConfigError, RankLostError
@@ -120,9 +120,9 @@ class FollowerLoop:
 
     def _forward(self, numbers: list[int], cut: Callable[[], None] | None = None) -> None:
         """A step; ``cut`` is called between the layer groups of one that is being recorded."""
-        sizes, theirs = BatchSizes(*numbers[:4]), (numbers[4], numbers[5], numbers[6])
+        sizes, theirs = BatchSizes(*numbers[:4]), tuple(numbers[4 : 4 + len(KV_GEOMETRY)])
         if theirs != self._geometry:
-            named = zip(("full pages", "sliding pages", "page size"), theirs, self._geometry, strict=True)
+            named = zip(KV_GEOMETRY, theirs, self._geometry, strict=True)
             differing = [f"{name}: rank 0 has {a}, this one {b}" for name, a, b in named if a != b]
             raise ConfigError(f"rank {self._group.rank}'s KV cache differs: " + "; ".join(differing))
         buffer = torch.empty(sizes.total_bytes, dtype=torch.uint8, device=self._model.device)

@@ -34,11 +34,12 @@ SHIPPED = {
 }
 
 
-def config(model: str = "openai/gpt-oss-120b", **sections: Any) -> DeploymentConfig:
+def config(model: str | dict[str, str] = "openai/gpt-oss-120b", **sections: Any) -> DeploymentConfig:
     pools = {"prefill": {"device": "cuda"}, "decode": {"device": "cuda"}}
     for name, pool in pools.items():
         pool.update(sections.pop(name, {}))
-    return DeploymentConfig.model_validate({"model": {"path": model}, **pools, **sections})
+    named = {"path": model} if isinstance(model, str) else model
+    return DeploymentConfig.model_validate({"model": named, **pools, **sections})
 
 
 def test_every_deployment_that_comes_with_the_project_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +123,30 @@ def test_fp8_projections_are_counted_with_what_quantises_their_inputs() -> None:
     # 5120 x 2880 and 2880 x 4096 in blocks of 128 x 128, a byte a value and a scale a block
     assert with_them.weights - without.weights == 24 * (40 * 23 + 23 * 32) * (128 * 128 + 4)
     assert with_them.workspace - without.workspace == (1024 + 256) * 32 * (128 + 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fp8_pages_are_counted_as_the_cache_makes_them(ranks: int) -> None:
+    """A full layer's page takes 130 bytes a token and head, not 256; prompts widen one layer of all pages."""
+    shape = PRESETS["gpt-oss-20b"]
+    pools = {"tensor_parallel": ranks, "kv_cache": {"full_pages": 999, "sliding_pages": 99}}
+    bf16, fp8 = (
+        rank_needs(config({"path": "m", "kv_dtype": kind}, prefill=pools, decode=pools), shape)
+        for kind in ("same", "fp8_e4m3")
+    )
+    slots = 1000 * 64 * 8 // ranks
+    for before, after in zip(bf16, fp8, strict=True):
+        assert before.pages - after.pages == 12 * slots * (256 - 130)
+    assert [after.workspace - before.workspace for before, after in zip(bf16, fp8, strict=True)] == [
+        slots * 256,
+        0,
+    ]
+    cache = PagedKvCache(
+        TINY, full_pages=9, sliding_pages=5, page_size=64, dtype=torch.bfloat16, full_fp8=True
+    )
+    small = {"kv_cache": {"full_pages": 9, "sliding_pages": 5}}
+    needs = rank_needs(config({"path": "m", "kv_dtype": "fp8_e4m3"}, prefill=small, decode=small), TINY)
+    assert needs[0].pages == sum(region.pages * region.page_bytes for region in cache.memory_regions())
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,13 @@ def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
         (MODEL + "prefill: {chunk_graph_tokens: [64]}\n", "on device cpu"),
         (MODEL + "prefill: {fp8_projections: true}\n", "fp8_projections on device cpu"),
         (MODEL + "prefill: {chunk_graph_tokens: standard}\n", "on device cpu"),
+        ("model: {path: m, kv_dtype: fp8}\n", "model.kv_dtype: Input should be 'same' or 'fp8_e4m3'"),
+        (
+            "model: {path: m, kv_dtype: fp8_e4m3}\n"
+            "prefill: {chunk_tokens: 480, kv_cache: {page_size_tokens: 24}}\n"
+            "decode: {chunk_tokens: 480, kv_cache: {page_size_tokens: 24}}\n",
+            "page_size_tokens 24: not a multiple of 16",
+        ),
         (MODEL + "prefill: {device: cuda, chunk_graph_tokens: [128, 64]}\n", "do not ascend"),
         (MODEL + "prefill: {device: cuda, chunk_graph_tokens: [64, 1024]}\n", "chunk_tokens 512"),
         (MODEL + "prefill: {replicas: 0}\n", "prefill.replicas 0 with decode.local_prefill never"),

@@ -99,7 +99,8 @@ def test_every_kernel_of_the_fast_model_is_launched(tmp_path: Path) -> None:
         return set(re.findall(r"^ +(_\w+)\[\(", source, re.M))
 
     alone, with_ranks = (set(names.split()) for names in run(tmp_path, EVERY))
-    own = ("sampling.py", "router.py", "dense/norm.py", "dense/rope.py", "attention/decode.py")
+    own = ("sampling.py", "router.py", "dense/norm.py", "dense/rope.py")
+    own += ("attention/decode.py", "attention/split_parts.py")
     assert alone == launched(*own)
     assert with_ranks == alone | launched("portable_moe.py", "attention/prefill.py")
     assert len(alone) >= 9
@@ -155,7 +156,7 @@ def test_a_worker_that_lacks_kernels_of_its_layout_names_them(tmp_path: Path) ->
     assert triton.startswith(f"Triton kernels of {tmp_path / 'triton'} that were not built: ")
     assert "_rms_norm[H=2880, BLOCK=4096, ADD=True, PDL=False]" in triton
     assert "ADD=False" not in triton, "what was built is not missing"
-    assert re.search(r"_rope_and_write\[Q=32, G=4, PAGE=64, DIM=64, HEAD_BLOCK=64\]", triton)
+    assert re.search(r"_rope_and_write\[Q=32, G=4, PAGE=64, DIM=64, HEAD_BLOCK=64, FP8=False\]", triton)
     assert re.search(r" and \d+ more; run `antiphon kernels build --layouts \"TP2\" --page-size 64 ", triton)
     assert re.match(r"CUDA libraries that were not built: prefill_attention-[0-9a-f]{16}\.so, peer", cuda)
 

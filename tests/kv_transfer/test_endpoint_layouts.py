@@ -154,7 +154,7 @@ def written(worker: Worker) -> set[tuple[int, int]]:
     return {key for key, seen in parts.items() if len(seen) == wanted[key]}
 
 
-MINE = KvFingerprint(2, "m", "", "bfloat16", 64, 2, 2, 8, 64, 128, "layers, heads")
+MINE = KvFingerprint(2, "m", "", "bfloat16", 64, 2, 2, 8, 64, 128, "layers, heads", "bfloat16")
 
 
 def hello(fingerprint: KvFingerprint = MINE, ranks: int = 2, described: int = 2, **memory: object) -> KvHello:
@@ -185,6 +185,7 @@ def replace_struct(memory: RankMemory, **changes: object) -> RankMemory:
         ("head_dim", 128),
         ("window_tokens", 64),
         ("layout", "heads, layers"),
+        ("full_kv_dtype", "fp8_e4m3"),
     ],
 )
 def test_a_peer_whose_kv_means_something_else_is_refused_with_both_values(field: str, theirs: object) -> None:

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from antiphon.kernels.fp8_pages import head_bytes
 from antiphon.kv_transfer.handshake import page_pairs
 from antiphon.kv_transfer.plan import GroupLayout, Shard, group_layouts, layer_range, merge_runs, plan_runs
 from antiphon.protocol.errors import HandshakeError
@@ -96,9 +98,40 @@ def test_a_gap_on_either_side_keeps_runs_apart() -> None:
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(HandshakeError, match="8 kv heads cannot be spread over 3 ranks"):
         GroupLayout(1, 8, 1).heads(Shard(3, 0))
-    fingerprint = KvFingerprint(1, "m", "", "int3", 64, 1, 1, 8, 64, 128, "")
-    with pytest.raises(HandshakeError, match="int3"):
-        group_layouts(fingerprint)
+    for kinds in (("int3", "bfloat16"), ("bfloat16", "int3")):
+        fingerprint = KvFingerprint(1, "m", "", kinds[0], 64, 1, 1, 8, 64, 128, "", kinds[1])
+        with pytest.raises(HandshakeError, match="int3"):
+            group_layouts(fingerprint)
+
+
+def test_full_layers_in_fp8_have_smaller_pages_of_their_own() -> None:
+    layouts = group_layouts(KvFingerprint(1, "m", "", "bfloat16", 64, 12, 12, 8, 64, 128, "", "fp8_e4m3"))
+    assert layouts["sliding"].head_bytes == 2 * 64 * 64 * 2
+    assert layouts["full"].head_bytes == head_bytes(64, 64) == 2 * 64 * 64 + 2 * 64
+
+
+@pytest.mark.parametrize(("source_ranks", "target_ranks"), [(2, 1), (1, 2), (4, 2), (2, 4), (1, 1)])
+def test_fp8_pages_arrive_bit_for_bit_under_any_layout(source_ranks: int, target_ranks: int) -> None:
+    heads, page, width, layers = 4, 16, 8, 3
+    layout = GroupLayout(layers, heads, head_bytes(page, width))
+    whole = np.random.default_rng(1).integers(0, 256, (5, layers, heads, head_bytes(page, width)), np.uint8)
+    pairs = [(0, 2), (3, 0), (4, 4)]
+
+    def part(ranks: int, rank: int) -> NDArray[np.uint8]:
+        held = layout.heads(Shard(ranks, rank))
+        return np.ascontiguousarray(whole[:, :, held.start : held.stop])
+
+    for target_rank in range(target_ranks):
+        expected = part(target_ranks, target_rank)
+        found = np.zeros_like(expected)
+        for source_rank in range(source_ranks):
+            mine = part(source_ranks, source_rank).reshape(-1)
+            shards = Shard(source_ranks, source_rank), Shard(target_ranks, target_rank)
+            for begin, to, length in plan_runs(layout, *shards, pairs, range(layers)).tolist():
+                found.reshape(-1)[to : to + length] = mine[begin : begin + length]
+        for source, target in pairs:
+            assert np.array_equal(found[target], expected[source])
+        assert not found[[1, 3]].any()
 
 
 def test_only_wanted_pages_are_paired() -> None:
