@@ -209,6 +209,7 @@ class RouterActor(ActorProcess):
         tracer = tracer_of(self._worker_id, Role.ROUTER, self._config)
         self._server = RouterServer(self._config, self._served_model, formatter, gateway, tracer)
         await self._server.start()
+        self._server.warm_encoding()
         self._server.set_topology(topology)
         url = self._reachable_url(self._server.url)
         return WorkerAddress(self._worker_id, Role.ROUTER, gateway.epoch, url, f"{url}/metrics")

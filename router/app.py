@@ -138,12 +138,12 @@ def _add_generation(app: FastAPI, context: ApiContext) -> None:
     @app.post("/v1/chat/completions", tags=["Generation"], openapi_extra=chat)
     async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation."""
-        return chat_completion(context, await read_body(request, context.config))
+        return await chat_completion(context, await read_body(request, context.config))
 
     @app.post("/v1/completions", tags=["Generation"], openapi_extra=completion)
     async def create_completion(request: Request) -> Response:
         """Go on with a text or token ids."""
-        return text_completion(context, await read_body(request, context.config))
+        return await text_completion(context, await read_body(request, context.config))
 
 
 def _add_responses(app: FastAPI, context: ApiContext) -> None:
@@ -200,7 +200,7 @@ def _add_tokenizer(app: FastAPI, context: ApiContext) -> None:
     @app.post("/tokenize", tags=["Tokenizer"], openapi_extra=about)
     async def tokenize_prompt(request: Request) -> Response:
         """Token ids of a text, or of a conversation as it would be rendered."""
-        return tokenize(context, await read_body(request, context.config))
+        return await tokenize(context, await read_body(request, context.config))
 
     about = operation(
         body=(DetokenizeRequest,), example={"tokens": [72, 105]}, answer=DetokenizeAnswer, errors=READING
@@ -209,7 +209,7 @@ def _add_tokenizer(app: FastAPI, context: ApiContext) -> None:
     @app.post("/detokenize", tags=["Tokenizer"], openapi_extra=about)
     async def detokenize_tokens(request: Request) -> Response:
         """The text of token ids."""
-        return detokenize(context, await read_body(request, context.config))
+        return await detokenize(context, await read_body(request, context.config))
 
 
 def _add_models(app: FastAPI, context: ApiContext) -> None:

@@ -26,6 +26,7 @@ from antiphon.router.api_keys import ApiKeys
 from antiphon.router.app import create_app, wrap_app
 from antiphon.router.dispatch.dispatcher import Dispatcher
 from antiphon.router.dispatch.gateway import WorkerGateway
+from antiphon.router.encoding_pool import EncodingPool
 from antiphon.router.formatter import ChatFormatter
 from antiphon.router.http_connection import protocol_class
 from antiphon.router.key_limits import KeyLimits
@@ -113,9 +114,17 @@ class RouterServer:
         except ConfigError:
             listener.close()
             raise
-        limits = KeyLimits(router.key_limits)
         self._context = ApiContext(
-            router, self._model, self._formatter, dispatcher, admission, metrics, store, limits, self._tracer
+            config=router,
+            model=self._model,
+            formatter=self._formatter,
+            dispatcher=dispatcher,
+            admission=admission,
+            metrics=metrics,
+            store=store,
+            key_limits=KeyLimits(router.key_limits),
+            tracer=self._tracer,
+            encoding=EncodingPool(self._formatter, router.encoding_processes),
         )
         app = create_app(self._context, lambda: self._draining)
         self._server = _EmbeddedServer(
@@ -145,6 +154,11 @@ class RouterServer:
         self._url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("router_started", url=self._url, model=self._model.name)
 
+    def warm_encoding(self) -> None:
+        """Start the process that the first long request would wait for."""
+        if self._context is not None:
+            self._context.encoding.warm()
+
     def set_topology(self, topology: Topology) -> None:
         """The workers that are alive now."""
         self._gateway.set_topology(topology)
@@ -171,6 +185,7 @@ class RouterServer:
         await self._serving
         await self._gateway.close()
         await self._context.store.close()
+        await asyncio.to_thread(self._context.encoding.close)
         await asyncio.to_thread(self._tracer.close)
         log.info("router_stopped", cut=cut)
 

@@ -32,6 +32,12 @@ class HarmonyFormatter:
         self.vocabulary = vocabulary or load_vocabulary()
         self._current_date = current_date
 
+    def __reduce__(self) -> tuple[type[HarmonyFormatter], tuple[None, Callable[[], str]]]:
+        """Another process has the same formatter with the vocabulary that ships with the project."""
+        if self.vocabulary is not load_vocabulary():
+            raise TypeError("a formatter with a vocabulary of its own cannot go to another process")
+        return HarmonyFormatter, (None, self._current_date)
+
     @classmethod
     def configured(cls, config: RouterConfig) -> HarmonyFormatter:
         """The formatter of a deployment: with its fixed date, if it has one."""

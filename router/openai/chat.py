@@ -7,35 +7,31 @@ import uuid
 
 from starlette.responses import Response
 
-from antiphon.router.conversation import Conversation, ToolChoiceMode
-from antiphon.router.formatter import InvalidPrompt, RenderedPrompt
+from antiphon.router.conversation import ToolChoiceMode
 from antiphon.router.openai.chat_answer import ChatAnswer
 from antiphon.router.openai.chat_schema import ChatCompletionRequest
 from antiphon.router.openai.chat_translate import to_conversation
 from antiphon.router.openai.chat_writer import ChatChoices, ChatDocument, ChatIdentity, ChatStream
 from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.custom_calls import CustomCalls
-from antiphon.router.openai.errors import invalid
 from antiphon.router.openai.generation_response import GenerationResponse
-from antiphon.router.openai.prompt_length import conversation_texts, refuse_hopeless
-from antiphon.router.openai.request_fields import parse_body
+from antiphon.router.openai.prompts import read_request, rendered
 from antiphon.router.openai.sampling import output_budget, sampling_params
 
 
-def chat_completion(context: ApiContext, body: bytes) -> Response:
+async def chat_completion(context: ApiContext, body: bytes) -> Response:
     """Read a request and prepare its answer.
 
     Raises:
         ApiError: the request cannot be served as it is.
     """
     received_at = time.monotonic()
-    request = parse_body(ChatCompletionRequest, body)
+    request = await read_request(context, ChatCompletionRequest, body)
     context.check_model(request.model)
     context.check_room(request.n or 1, request.priority, request.timeout_s, received_at)
     conversation, dropped = to_conversation(request)
     count_dropped_tools(context, dropped)
-    refuse_hopeless(context, conversation_texts(conversation), "messages")
-    prompt = render(context, conversation)
+    prompt = await rendered(context, conversation, "messages", len(body))
     limit = context.model.max_context_tokens
     max_tokens = output_budget(len(prompt.token_ids), request.max_output_tokens(), None, limit, "messages")
     sampling = sampling_params(
@@ -96,19 +92,6 @@ def count_dropped_tools(context: ApiContext, kinds: list[str]) -> None:
     """Count hosted tools that were left out of a prompt."""
     for kind in kinds:
         context.metrics.dropped_tools.labels(kind if kind in KNOWN_HOSTED_TOOLS else "other").inc()
-
-
-def render(context: ApiContext, conversation: Conversation) -> RenderedPrompt:
-    """Token ids of a conversation.
-
-    Raises:
-        ApiError: 400 when the format cannot hold it.
-    """
-    try:
-        prompt = context.formatter.render(conversation)
-    except InvalidPrompt as error:
-        raise invalid(str(error), error.param) from error
-    return prompt
 
 
 def _writer(

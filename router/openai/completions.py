@@ -20,25 +20,25 @@ from antiphon.router.openai.completion_writer import (
 from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.errors import invalid, unsupported
 from antiphon.router.openai.generation_response import GenerationResponse
-from antiphon.router.openai.prompt_length import refuse_hopeless
-from antiphon.router.openai.request_fields import MAX_CHOICES, parse_body, refuse_unsupported
+from antiphon.router.openai.prompts import encoded, read_request
+from antiphon.router.openai.request_fields import MAX_CHOICES, refuse_unsupported
 from antiphon.router.openai.sampling import output_budget, sampling_params
 
 DEFAULT_MAX_TOKENS = 16
 
 
-def text_completion(context: ApiContext, body: bytes) -> Response:
+async def text_completion(context: ApiContext, body: bytes) -> Response:
     """Read a request and prepare its answer.
 
     Raises:
         ApiError: the request cannot be served as it is.
     """
     received_at = time.monotonic()
-    request = parse_body(CompletionRequest, body)
+    request = await read_request(context, CompletionRequest, body)
     context.check_model(request.model)
     context.check_room(request.n or 1, request.priority, request.timeout_s, received_at)
     _check(request)
-    prompts = prompt_token_ids(context, request)
+    prompts = await prompt_token_ids(context, request)
     sequences = [(prompt, sampling) for prompt in prompts for sampling in _sampling(context, request, prompt)]
     if len(sequences) > MAX_CHOICES:
         raise invalid(f"{len(sequences)} choices are asked for; {MAX_CHOICES} are possible.", "n")
@@ -69,7 +69,7 @@ def text_completion(context: ApiContext, body: bytes) -> Response:
     )
 
 
-def prompt_token_ids(context: ApiContext, request: CompletionRequest) -> list[list[int]]:
+async def prompt_token_ids(context: ApiContext, request: CompletionRequest) -> list[list[int]]:
     """Every prompt as token ids.
 
     Raises:
@@ -77,12 +77,9 @@ def prompt_token_ids(context: ApiContext, request: CompletionRequest) -> list[li
     """
     given = request.prompt
     items = [given] if isinstance(given, str) else given
-    encode = context.formatter.encode
-    for item in items:
-        if isinstance(item, str):
-            refuse_hopeless(context, (item,), "prompt")
     numbers = [item for item in items if isinstance(item, int)]
-    several = [encode(item) if isinstance(item, str) else item for item in items if not isinstance(item, int)]
+    texts = iter(await encoded(context, [item for item in items if isinstance(item, str)], "prompt"))
+    several = [next(texts) if isinstance(item, str) else item for item in items if not isinstance(item, int)]
     prompts = [numbers] if numbers else several
     if not prompts or not all(prompts):
         raise invalid("The prompt is empty.", "prompt")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from antiphon.configs.front_end import RouterConfig
 from antiphon.router.admission import Admission
 from antiphon.router.dispatch.dispatcher import Dispatcher
+from antiphon.router.encoding_pool import EncodingPool
 from antiphon.router.formatter import ChatFormatter
 from antiphon.router.key_limits import KeyLimits
 from antiphon.router.metrics import RouterMetrics
@@ -31,6 +32,7 @@ class ApiContext:
     store: ResponseStore
     key_limits: KeyLimits
     tracer: Tracer
+    encoding: EncodingPool
 
     def check_room(
         self, choices: int, priority: int | None, timeout_s: float | None, received_at: float
@@ -49,5 +51,10 @@ class ApiContext:
 
     def check_model(self, name: str) -> None:
         """Raise 404 unless this model is served."""
-        if name != self.model.name:
-            raise model_not_found(name)
+        check_model(self.model, name)
+
+
+def check_model(model: ServedModel, name: str) -> None:
+    """Raise 404 unless this model is served."""
+    if name != model.name:
+        raise model_not_found(name)

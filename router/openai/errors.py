@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import StrEnum
 
 import orjson
@@ -44,6 +45,10 @@ class ApiError(AntiphonError):
         if retry_after_s is not None:
             self.headers["retry-after"] = str(max(math.ceil(retry_after_s), 1))
 
+    def __reduce__(self) -> tuple[Callable[..., ApiError], tuple[object, ...]]:
+        """Errors come from other processes too."""
+        return _error, (self.status, self.message, self.type, self.param, self.code, self.headers)
+
     @property
     def metric_type(self) -> str:
         """Label of the error metric: the code, or the type where there is none."""
@@ -58,6 +63,17 @@ class ApiError(AntiphonError):
     def response(self) -> Response:
         """The whole HTTP response."""
         return Response(self.body(), self.status, self.headers, "application/json")
+
+
+def _error(
+    status: int,
+    message: str,
+    type: ErrorType,
+    param: str | None,
+    code: str | None,
+    headers: dict[str, str],
+) -> ApiError:
+    return ApiError(status, message, type=type, param=param, code=code, headers=headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:

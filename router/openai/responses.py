@@ -10,15 +10,17 @@ from pydantic import JsonValue
 from starlette.responses import Response
 
 from antiphon.router.conversation import Conversation
+from antiphon.router.encoding_pool import PARSED_PER_ENCODED
+from antiphon.router.formatter import ChatFormatter
 from antiphon.router.harmony.responses_input import ResponsesPrompt, check_call_ids, responses_conversation
-from antiphon.router.openai.chat import count_dropped_tools, render
+from antiphon.router.openai.chat import count_dropped_tools
 from antiphon.router.openai.chat_answer import ChatAnswer
 from antiphon.router.openai.chat_writer import ChatChoices
 from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.custom_calls import CustomCalls
 from antiphon.router.openai.errors import invalid, unsupported
 from antiphon.router.openai.generation_response import GenerationResponse
-from antiphon.router.openai.prompt_length import conversation_texts, refuse_hopeless
+from antiphon.router.openai.prompts import read_request, rendered
 from antiphon.router.openai.request_fields import parse_body, refuse_unsupported
 from antiphon.router.openai.response_store import JsonObject, StoredResponse
 from antiphon.router.openai.responses_document import ResponseFacts
@@ -42,14 +44,13 @@ async def create_response(context: ApiContext, body: bytes) -> Response:
         ApiError: the request cannot be served as it is.
     """
     received_at = time.monotonic()
-    request = parse_body(ResponsesRequest, body)
+    request = await read_request(context, ResponsesRequest, body)
     context.check_model(request.model)
     context.check_room(1, request.priority, request.timeout_s, received_at)
     _check(request)
     resolved = await resolve_input(request, context.store)
-    conversation = _conversation(context, request, resolved)
-    refuse_hopeless(context, conversation_texts(conversation), "input")
-    prompt = render(context, conversation)
+    conversation = await _conversation(context, request, resolved)
+    prompt = await rendered(context, conversation, "input", len(body))
     limit = context.model.max_context_tokens
     max_tokens = output_budget(len(prompt.token_ids), request.max_output_tokens, None, limit, "input")
     sampling = sampling_params(
@@ -147,7 +148,9 @@ def _check(request: ResponsesRequest) -> None:
         raise invalid("'input' must hold at least one item.", "input")
 
 
-def _conversation(context: ApiContext, request: ResponsesRequest, resolved: ResolvedInput) -> Conversation:
+async def _conversation(
+    context: ApiContext, request: ResponsesRequest, resolved: ResolvedInput
+) -> Conversation:
     fields: JsonObject = {
         "model": request.model,
         "instructions": request.instructions,
@@ -158,12 +161,22 @@ def _conversation(context: ApiContext, request: ResponsesRequest, resolved: Reso
         "text": {"format": request.text.format} if request.text else None,
     }
     # The request's own items first and alone, so that an error names their place in the request.
-    for items in ([*resolved.own], resolved.items()):
-        prompt = parse_body(ResponsesPrompt, orjson.dumps({**fields, "input": items}))
-        conversation, dropped = responses_conversation(prompt)
-    check_call_ids(prompt, history_items=len(resolved.history))
+    documents = [orjson.dumps({**fields, "input": items}) for items in ([*resolved.own], resolved.items())]
+    conversation, dropped = await context.encoding.run(
+        sum(map(len, documents)) // PARSED_PER_ENCODED, _read_items, documents, len(resolved.history)
+    )
     count_dropped_tools(context, dropped)
     return conversation
+
+
+def _read_items(
+    _: ChatFormatter, documents: list[bytes], history_items: int
+) -> tuple[Conversation, list[str]]:
+    for document in documents:
+        prompt = parse_body(ResponsesPrompt, document)
+        conversation, dropped = responses_conversation(prompt)
+    check_call_ids(prompt, history_items=history_items)
+    return conversation, dropped
 
 
 def _top_logprobs(request: ResponsesRequest) -> int | None:

@@ -150,7 +150,7 @@ async def test_a_body_that_is_no_object_is_told_so(deploy, path, body):
 async def test_a_hopeless_prompt_is_not_encoded_to_its_end(deploy, text):
     """Encoding five megabytes takes seconds, in which the router would do nothing else."""
     model = ServedModel(name="tiny", max_context_tokens=8192, created=1, fingerprint="fp")
-    deployment = await deploy(model=model, formatter=HarmonyFormatter())
+    deployment = await deploy(model=model, formatter=HarmonyFormatter(), encoding_processes=0)
     encoded = 0
     encode = HarmonyFormatter.encode
 

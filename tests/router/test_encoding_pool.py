@@ -1,0 +1,238 @@
+"""Long requests are encoded beside the event loop: same results, bounded, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from antiphon.router import encoding_pool
+from antiphon.router.byte_format import ByteFormatter
+from antiphon.router.conversation import ChatMessage, Conversation, MessageRole
+from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+from antiphon.router.encoding_pool import EncodingCrashed, EncodingPool
+from antiphon.router.formatter import ChatFormatter
+from antiphon.router.harmony.formatter import HarmonyFormatter
+from antiphon.router.openai.errors import ApiError, method_not_allowed
+from antiphon.router.openai.prompts import render
+from antiphon.router.served_model import ServedModel
+
+LONG = encoding_pool.INLINE_CHARACTERS + 1
+ROOMY = ServedModel(name="tiny", max_context_tokens=100_000, created=1, fingerprint="fp")
+
+
+def words(characters: int) -> str:
+    letters = random.Random(7)
+    some = ["".join(letters.choices("abcdefghij", k=letters.randint(2, 9))) for _ in range(2000)]
+    return " ".join(letters.choices(some, k=characters // 5))[:characters]
+
+
+@contextmanager
+def pool_of(formatter: ChatFormatter, processes: int = 1):
+    pool = EncodingPool(formatter, processes)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+class Deadly(ByteFormatter):
+    """Ends the process that gets it."""
+
+    def __reduce__(self):
+        return os._exit, (3,)
+
+
+def children() -> set[int]:
+    """Processes of pools of this process."""
+    mine = psutil.Process().children()
+    return {child.pid for child in mine if "encoding_process" in " ".join(child.cmdline())}
+
+
+async def test_the_tokens_of_a_stream_come_while_megabytes_are_encoded(deploy, until):
+    """The bound is relative to what encoding takes here and now, which is what the loop was held for."""
+    formatter = HarmonyFormatter()
+    text = words(4_000_000)
+    began = time.perf_counter()
+    token_ids = formatter.encode(text)
+    alone_s = time.perf_counter() - began
+    answer = formatter.vocabulary.encode_marked("<|channel|>final<|message|>" + "word " * 2000)
+    workers = ScriptedGateway(lambda _: answer)
+    workers.step_s = 0.005
+    deployment = await deploy(workers, ROOMY, formatter)
+    arrivals = []
+
+    async def stream() -> None:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+        async with deployment.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if '"content"' in line:
+                    arrivals.append(time.perf_counter())
+
+    body = json.dumps({"prompt": text}).encode()
+    streaming = asyncio.create_task(stream())
+    async with asyncio.timeout(60):
+        await until(lambda: len(arrivals) > 9, seconds=30)
+        sent_at = time.perf_counter()
+        response = await deployment.http.post("/tokenize", content=body)
+        answered_at = time.perf_counter()
+    assert not streaming.done()
+    streaming.cancel()
+    during = [at for at in arrivals if sent_at <= at <= answered_at]
+    longest_gap_s = max(after - before for before, after in itertools.pairwise(during))
+    assert len(during) > 20
+    assert longest_gap_s < alone_s / 3
+    assert response.json()["tokens"] == token_ids
+
+
+@pytest.mark.parametrize("formatter", [HarmonyFormatter, ByteFormatter])
+async def test_a_prompt_is_the_same_from_a_process(formatter):
+    here = formatter()
+    conversation = Conversation((ChatMessage(MessageRole.USER, words(2 * LONG)),))
+    with pool_of(here) as pool:
+        assert await pool.run(LONG, render, conversation) == here.render(conversation)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+async def test_every_endpoint_answers_long_requests_alike(deploy, processes):
+    deployment = await deploy(model=ROOMY, encoding_processes=processes)
+    text = words(5 * LONG)
+    tokens = list(text.encode())
+    seen = {}
+    for path, fields in {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
+        "/v1/responses": {"input": text},
+        "/v1/completions": {"prompt": [text, "a", text]},
+        "/tokenize": {"prompt": text},
+        "/detokenize": {"tokens": tokens},
+    }.items():
+        response = await deployment.http.post(path, json={"model": "tiny", **fields})
+        assert response.status_code == 200, response.text
+        seen[path] = response.json()
+    assert seen["/tokenize"]["tokens"] == tokens
+    assert seen["/detokenize"]["prompt"] == text
+    assert [choice["index"] for choice in seen["/v1/completions"]["choices"]] == [0, 1, 2]
+    assert seen["/v1/chat/completions"]["usage"]["prompt_tokens"] > len(text)
+    for path, fields, param in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text * 9}]}, "messages"),
+        ("/v1/responses", {"input": text * 9}, "input"),
+        ("/v1/completions", {"prompt": text * 9}, "prompt"),
+        ("/tokenize", {"prompt": text, "more": 1}, "more"),
+        ("/detokenize", {"tokens": [*tokens, 1 << 30]}, f"tokens[{len(tokens)}]"),
+    ):
+        response = await deployment.http.post(path, json={"model": "tiny", **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_processes_start_when_needed_and_end_with_the_router(deploy):
+    before = children()
+    deployment = await deploy(model=ROOMY)
+    assert (await deployment.chat()).status_code == 200
+    assert children() == before
+    for _ in range(2):
+        assert (await deployment.http.post("/tokenize", json={"prompt": words(LONG)})).status_code == 200
+        assert len(children() - before) == 1
+    await deployment.server.stop(drain=False)
+    assert children() == before
+
+
+async def test_a_process_that_died_is_replaced(deploy):
+    before = children()
+    deployment = await deploy(model=ROOMY, encoding_processes=1)
+    for _ in range(3):
+        response = await deployment.http.post("/tokenize", json={"prompt": words(LONG)})
+        assert response.json()["count"] == LONG
+        (process,) = children() - before
+        os.kill(process, signal.SIGKILL)
+
+
+async def test_a_job_whose_process_dies_under_it_is_done_again(until):
+    before = children()
+    with pool_of(HarmonyFormatter()) as pool:
+        text = words(50 * LONG)
+        job = asyncio.create_task(pool.run(LONG, HarmonyFormatter.encode, text))
+        await until(lambda: children() - before, seconds=20)
+        (first,) = children() - before
+        os.kill(first, signal.SIGKILL)
+        assert await job == HarmonyFormatter().encode(text)
+        assert first not in children()
+
+
+async def test_a_process_that_cannot_live_ends_the_job_and_not_the_router():
+    before = children()
+    with pool_of(Deadly()) as pool, pytest.raises(EncodingCrashed, match="died"):
+        await pool.run(LONG, Deadly.encode, "x")
+    assert children() == before
+
+
+async def test_what_a_crash_says_is_where_and_not_what():
+    with pool_of(ByteFormatter()) as pool, pytest.raises(EncodingCrashed, match="AttributeError") as caught:
+        await pool.run(LONG, getattr, "a client's text")
+    assert "client" not in str(caught.value)
+
+
+async def test_closing_ends_what_is_worked_on(until):
+    before = children()
+    pool = EncodingPool(HarmonyFormatter(), 1)
+    job = asyncio.create_task(pool.run(LONG, HarmonyFormatter.encode, words(8_000_000)))
+    await until(lambda: children() - before, seconds=20)
+    await asyncio.to_thread(pool.close)
+    with pytest.raises(EncodingCrashed):
+        await job
+    assert children() == before
+
+
+async def test_too_much_that_waits_is_429(deploy, monkeypatch):
+    monkeypatch.setattr(encoding_pool, "MAX_WAITING_JOBS", 1)
+    deployment = await deploy(model=ROOMY, encoding_processes=1)
+    body = json.dumps({"prompt": words(40 * LONG)}).encode()
+    posts = [deployment.http.post("/tokenize", content=body) for _ in range(8)]
+    statuses = [response.status_code for response in await asyncio.gather(*posts)]
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) == 2
+    short = await deployment.http.post("/tokenize", json={"prompt": "short"})
+    assert short.status_code == 200
+
+
+def test_errors_of_the_api_survive_the_way():
+    error = method_not_allowed("PUT", "GET")
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, ApiError)
+    assert (copy.status, copy.headers, copy.body()) == (405, {"allow": "GET"}, error.body())
+
+
+ROUTER = """
+import asyncio
+from antiphon.router.byte_format import ByteFormatter
+from antiphon.router.encoding_pool import EncodingPool
+
+async def main():
+    pool = EncodingPool(ByteFormatter(), 1)
+    await pool.run(1 << 20, ByteFormatter.encode, "x")
+    print("up", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_ends_when_its_router_is_killed():
+    with subprocess.Popen([sys.executable, "-c", ROUTER], stdout=subprocess.PIPE) as router:
+        try:
+            assert router.stdout is not None
+            assert router.stdout.readline() == b"up\n"
+            (process,) = psutil.Process(router.pid).children()
+        finally:
+            router.kill()
+    process.wait(20)
