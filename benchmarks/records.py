@@ -1,9 +1,10 @@
 """The one form of a raw figure: a list of flat JSON objects per file under ``benchmarks/results/``.
 
 Every record says what was measured (``bench``, ``model``, ``layout`` and the point), on what (``device``,
-``commit``, ``date``), and the figure itself (``value`` in ``unit``, the ``floor`` in the same unit, and the
-``peer`` system when it is not ours). A file that is not a list of such objects is another kind of result and
-is left to whoever wrote it.
+``commit``, ``date``), and the figure itself: ``value`` in ``unit``, the ``floor`` in the same unit, and
+``peer``: the system's name and version when the figure is not ours, an object ``{system, value, date}`` when
+it is ours and that system was measured at the same point in the same run. A file that is not a list of such
+objects is another kind of result and is left to whoever wrote it.
 """
 
 from __future__ import annotations
@@ -86,6 +87,26 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerFigure:
+    """What another system reached at the same point, on the same machine, in the same run."""
+
+    system: str
+    """Name and version."""
+    value: float
+    """In the unit of the record that it belongs to."""
+    date: str
+
+    @classmethod
+    def from_json(cls, entry: dict[str, object]) -> Self:
+        """Of a record's ``peer`` object.
+
+        Raises:
+            KeyError, TypeError: it is none.
+        """
+        return cls(str(entry["system"]), _number(entry["value"]), str(entry["date"]))
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """One measured figure."""
 
@@ -104,7 +125,9 @@ class Record:
     floor: float | None = None
     """Lowest possible value by operations and bytes, in ``unit``."""
     peer: str | None = None
-    """Name and version of another system; None is this project."""
+    """Name and version of the system that the figure is of; None is this project."""
+    beside: PeerFigure | None = None
+    """A figure of this project: that of another system in the same run. In JSON, ``peer`` as an object."""
     kernel: str | None = None
     extra: dict[str, object] = field(default_factory=dict)
     """Everything else that the file says about the figure."""
@@ -119,7 +142,7 @@ class Record:
         try:
             value = entry["value"]
             bench = str(entry["bench"])
-            floor = entry.get("floor")
+            floor, peer = entry.get("floor"), entry.get("peer")
             return cls(
                 bench=_ALIASES.get(bench, bench),
                 model=_model_name(str(entry.get("model", ""))),
@@ -133,7 +156,8 @@ class Record:
                 input_tokens=_count(entry.get("input_tokens")),
                 context=_count(entry.get("context")),
                 floor=None if floor is None else _number(floor),
-                peer=None if entry.get("peer") is None else str(entry["peer"]),
+                peer=None if peer is None or isinstance(peer, dict) else str(peer),
+                beside=PeerFigure.from_json(peer) if isinstance(peer, dict) else None,
                 kernel=None if entry.get("kernel") is None else str(entry["kernel"]),
                 extra={key: item for key, item in entry.items() if key not in _KNOWN},
             )
@@ -146,6 +170,7 @@ class Record:
         """The flat object; keys that mean nothing here are left out, ``floor`` and ``peer`` never."""
         entry: dict[str, object] = asdict(self)
         del entry["extra"]
+        entry["peer"] = entry.pop("beside") or self.peer
         optional = ("batch", "input_tokens", "context", "kernel")
         return {
             key: item for key, item in entry.items() if item is not None or key not in optional
@@ -175,7 +200,7 @@ class Record:
         )
 
 
-_KNOWN = frozenset(each.name for each in fields(Record)) - {"extra"}
+_KNOWN = frozenset(each.name for each in fields(Record)) - {"extra", "beside"}
 
 
 def load_records(path: Path) -> list[Record]:

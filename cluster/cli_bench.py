@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from antiphon.cluster import cli_bench_peers
+from antiphon.cluster.bench_options import limit_s, parts, whole
 from antiphon.protocol.errors import ConfigError
 
 bench_app = typer.Typer(help="Measure a server or the GPUs of this machine.", no_args_is_help=True)
+bench_app.command("peers")(cli_bench_peers.peers)
+bench_app.command("beside")(cli_bench_peers.beside)
 
 PRICE = 3.0
 """US dollars an hour of one GPU, where nothing else is said."""
@@ -170,16 +172,16 @@ def sweep(
     from antiphon.benchmarks.sweep.points import BATCHES, CONTEXTS, INPUT_TOKENS
 
     def sizes(text: str, option: str, otherwise: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(_whole(each, option) for each in _parts(text)) or otherwise
+        return tuple(whole(each, option) for each in parts(text)) or otherwise
 
     if output is None and docs is None:
         from antiphon.benchmarks.report.page import DOCS
 
         docs = DOCS
     run_command(
-        _parts(models),
+        parts(models),
         RESULTS / "sweep.json" if output is None else output,
-        layouts=_parts(layouts),
+        layouts=parts(layouts),
         gpu_hour_price=price,
         again=again,
         device=device.value,
@@ -189,9 +191,9 @@ def sweep(
             sizes(batches, "batches", BATCHES),
             sizes(contexts, "contexts", CONTEXTS),
         ),
-        effort=Effort(steps, repeats, chunk, _limit_s(enough, "enough")),
+        effort=Effort(steps, repeats, chunk, limit_s(enough, "enough")),
         docs=docs,
-        seconds=_limit_s(limit),
+        seconds=limit_s(limit),
         at_once=at_once,
     )
 
@@ -254,7 +256,7 @@ def split(
 
     limits = Limits(
         parse_duration_s(ttft, "ttft") * 1e3,
-        tuple(parse_duration_s(each, "itl") * 1e3 for each in _parts(itl)),
+        tuple(parse_duration_s(each, "itl") * 1e3 for each in parts(itl)),
         attainment,
     )
     deployment = load_deployment(config)
@@ -265,9 +267,9 @@ def split(
         deployment,
         parse_mixes(mixes),
         limits,
-        chunks=[_whole(each, "chunks") for each in _parts(chunks)],
+        chunks=[whole(each, "chunks") for each in parts(chunks)],
         servers=[_named_url(each) for each in server or ()],
-        only=_parts(only),
+        only=parts(only),
         first_rate_per_s=rate,
         step=step,
         highest_rate_per_s=highest_rate,
@@ -276,25 +278,9 @@ def split(
         warmup_s=parse_duration_s(warmup, "warmup"),
         output=RESULTS / "split.json" if output is None else output,
         again=again,
-        limit_s=_limit_s(limit),
+        limit_s=limit_s(limit),
         seed=seed,
     )
-
-
-def _limit_s(text: str | None, option: str = "limit") -> float:
-    from antiphon.benchmarks.serve.slo import parse_duration_s
-
-    return math.inf if text is None else parse_duration_s(text, option)
-
-
-def _parts(text: str) -> list[str]:
-    return [each.strip() for each in text.split(",") if each.strip()]
-
-
-def _whole(text: str, option: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{option} {text!r}: not a positive number")
-    return int(text)
 
 
 def _named_url(text: str) -> tuple[str, str]:
@@ -302,76 +288,6 @@ def _named_url(text: str) -> tuple[str, str]:
     if not name or not url.startswith(("http://", "https://")):
         raise ConfigError(f"server {text!r}: expected NAME=URL")
     return name, url
-
-
-class PeerWeights(StrEnum):
-    """What a peer's model is filled with."""
-
-    synthesized = "synthesized"
-    files = "files"
-    own = "own"
-
-
-@bench_app.command("peers")
-def peers(
-    peers: Annotated[str, typer.Option(help="Systems to measure: vllm, sglang.")] = "vllm,sglang",
-    python: Annotated[
-        str,
-        typer.Option(
-            help="Interpreter that has them; this one's when absent. vllm=PATH,sglang=PATH for each."
-        ),
-    ] = sys.executable,
-    models: Annotated[str, typer.Option(help="Comma-separated.")] = "gpt-oss-20b,gpt-oss-120b",
-    layouts: Annotated[str, typer.Option(help="Such as 'TP1,TP2 EP2'.")] = "TP1",
-    input_tokens: Annotated[str, typer.Option(help="Prompt lengths.")] = "1024,8192,32768",
-    batches: Annotated[str, typer.Option(help="Of decode steps.")] = "1,8,32,64,128",
-    contexts: Annotated[str, typer.Option(help="Of decode steps.")] = "8192,32768",
-    steps: Annotated[int, typer.Option(min=16, help="Decode steps timed for each point.")] = 128,
-    repeats: Annotated[int, typer.Option(min=1, help="Prompts timed for each point.")] = 3,
-    chunk: Annotated[int, typer.Option(min=64, help="Prompt tokens of one step.")] = 32768,
-    checkpoint: Annotated[
-        list[str] | None,
-        typer.Option(help="MODEL=FOLDER; random weights of the same shape when absent."),
-    ] = None,
-    weights: Annotated[
-        PeerWeights,
-        typer.Option(
-            help="Without a checkpoint: this project's random weights, made inside vLLM (synthesized) or "
-            "written to files; or the system's own."
-        ),
-    ] = PeerWeights.synthesized,
-    again: Annotated[bool, typer.Option(help="Measure what the file holds already once more.")] = False,
-    limit: Annotated[
-        str | None, typer.Option(help="Begin no point after so long, such as 300s; the next run goes on.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="File of records; the project's peers.json when absent.")
-    ] = None,
-) -> None:
-    """Measure other systems on this machine with the same shapes, prompts and weights; resumes."""
-    from antiphon.benchmarks.peers.command import run_command
-    from antiphon.benchmarks.records import RESULTS
-    from antiphon.benchmarks.sweep.command import Sizes
-    from antiphon.benchmarks.sweep.meter import Effort
-
-    named = dict(each.split("=", 1) for each in _parts(python) if "=" in each)
-    folders = dict(each.split("=", 1) for each in checkpoint or () if "=" in each)
-    run_command(
-        [(name, named.get(name, sys.executable if named else python)) for name in _parts(peers)],
-        _parts(models),
-        RESULTS / "peers.json" if output is None else output,
-        layouts=_parts(layouts),
-        sizes=Sizes(
-            [_whole(each, "input-tokens") for each in _parts(input_tokens)],
-            [_whole(each, "batches") for each in _parts(batches)],
-            [_whole(each, "contexts") for each in _parts(contexts)],
-        ),
-        effort=Effort(steps, repeats, chunk),
-        checkpoints={name: Path(folder) for name, folder in folders.items()},
-        weights=weights.value,
-        again=again,
-        seconds=_limit_s(limit),
-    )
 
 
 @bench_app.command("report")

@@ -23,6 +23,7 @@ from antiphon.benchmarks.plan.work import layout_floor_s
 from antiphon.benchmarks.records import Layout, Record, checkout_commit, now
 from antiphon.benchmarks.sweep.meter import Effort, Meter, NotMeasurable
 from antiphon.benchmarks.sweep.points import Point
+from antiphon.benchmarks.sweep.replicas import VISIBLE, visible_devices
 from antiphon.model.checkpoint.synthesize import synthesize
 from antiphon.model.checkpoint.write import write_config
 from antiphon.model.config import GptOssConfig, preset
@@ -185,6 +186,8 @@ class PeerOpener:
     weights: Weights = "synthesized"
     end: float = math.inf
     """Of the monotonic clock: a system that still runs then is killed."""
+    devices: tuple[int, ...] = ()
+    """Numbers of the GPUs that it may take; all that this process sees when there are none."""
 
     @contextmanager
     def __call__(self, model: str, layout: Layout, points: Sequence[Point]) -> Iterator[Meter]:
@@ -232,6 +235,9 @@ class PeerOpener:
         synthesize(folder, like=model)
         return setup
 
+    def _visible(self) -> dict[str, str]:
+        return {VISIBLE: visible_devices(self.devices)} if self.devices else {}
+
     def _process(self, errors: IO[bytes]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [self.system.python, str(Path(program.__file__).resolve()), self.system.name],
@@ -239,7 +245,7 @@ class PeerOpener:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=os.environ | MEASURED_ENVIRONMENT,
+            env=os.environ | MEASURED_ENVIRONMENT | self._visible(),
             start_new_session=True,
         )
 

@@ -13,9 +13,11 @@ from antiphon.benchmarks.sweep.replicas import AT_ONCE
 
 PEERS_HEAD = """## Beside other systems
 
-Prefill is one prompt to its first token, decode one step of a batch. Of several ways in which a peer can run
-its experts the fastest one counts. A ratio above 1 says that the peer takes longer; one with a predicted
-figure of ours is in italics. Peer figures keep their own origin in `benchmarks/results/peers.json`.
+Prefill is one prompt to its first token, decode one step of a batch. A ratio above 1 says that the peer takes
+longer; one with a predicted figure of ours is in italics. Points with a date were measured by `antiphon bench
+beside`: both on the same GPU in the same run, with the same weights and prompts. The others were measured
+apart (`benchmarks/results/peers.json`); of several ways in which a peer can run its experts the fastest one
+counts there.
 """
 REPLICAS_HEAD = """## Replicas at the same time
 
@@ -24,29 +26,66 @@ them.
 """
 
 
-def peer_section(models: Sequence[CostModel], measured: Sequence[Record]) -> str:
-    """Every measured figure of a peer beside ours of the same point; says so when there is none."""
+def peer_section(
+    models: Sequence[CostModel], measured: Sequence[Record], pairs: Sequence[Record] = ()
+) -> str:
+    """Every measured figure of a peer beside ours of the same point; says so when there is none.
+
+    Args:
+        pairs: ours that hold a peer's figure of the same run, which go before those measured apart.
+    """
     rows = []
     for model in models:
-        for point, peer, peer_s in _peer_points(model, measured):
-            ours = figure(point, model, measured, 1.0)
-            floor_ms = _floor_ms(measured, point, peer)
+        together = {
+            (point_of(pair), pair.beside.system): (pair, pair.beside)
+            for pair in pairs
+            if pair.beside is not None and pair.model == model.model and model.gpu.name in pair.device
+        }
+        apart = {
+            (point, peer): seconds
+            for point, peer, seconds in _peer_points(model, measured)
+            if (point, peer) not in together
+        }
+        for point, peer in sorted({*together, *apart}, key=_order):
+            if (point, peer) in together:
+                pair, theirs = together[point, peer]
+                ours_ms, peer_ms, known, when = pair.value, theirs.value, True, pair.date[:10]
+                floor_ms = pair.floor
+            else:
+                ours = figure(point, model, measured, 1.0)
+                ours_ms, peer_ms, known = ours.seconds * 1e3, apart[point, peer] * 1e3, ours.measured
+                floor_ms, when = _floor_ms(measured, point, peer), "apart"
             rows.append(
                 [
                     model.model,
                     point.layout.name,
                     _what(point),
                     "–" if floor_ms is None else short(floor_ms),
-                    marked(short(ours.seconds * 1e3), ours.measured),
-                    short(peer_s * 1e3),
-                    marked(f"{peer_s / ours.seconds:.2f}", ours.measured),
+                    marked(short(ours_ms), known),
+                    short(peer_ms),
+                    marked(f"{peer_ms / ours_ms:.2f}", known),
                     peer,
+                    when,
                 ]
             )
     if not rows:
         return PEERS_HEAD + "\nNo other system has been measured yet."
-    head = ["model", "layout", "point", "floor ms", "ours ms", "peer ms", "peer / ours", "peer"]
+    head = ["model", "layout", "point", "floor ms", "ours ms", "peer ms", "peer / ours", "peer", "measured"]
     return PEERS_HEAD + "\n" + table(head, rows)
+
+
+def point_of(record: Record) -> Point:
+    """What a record of a prompt or a decode step is the figure of."""
+    layout = Layout.parse(record.layout)
+    batch = record.batch if record.bench == BENCH_DECODE else None
+    return Point(record.bench, record.model, layout, record.input_tokens, batch, record.context)
+
+
+def _order(found: tuple[Point, str]) -> tuple[object, ...]:
+    point, peer = found
+    kind = {BENCH_PREFILL: 0, BENCH_DECODE: 1}[point.bench]
+    where = (point.layout.gpus, point.layout.name, kind)
+    return *where, point.input_tokens or 0, point.context or 0, point.batch or 0, peer
 
 
 def replica_section(models: Sequence[CostModel], measured: Sequence[Record]) -> str:
@@ -93,31 +132,9 @@ def _peer_points(model: CostModel, measured: Sequence[Record]) -> list[tuple[Poi
             continue
         if record.bench not in (BENCH_PREFILL, BENCH_DECODE):
             continue
-        batch = record.batch if record.bench == BENCH_DECODE else None
-        point = Point(
-            record.bench,
-            record.model,
-            Layout.parse(record.layout),
-            record.input_tokens,
-            batch,
-            record.context,
-        )
-        key = point, record.peer
+        key = point_of(record), record.peer
         best[key] = min(best.get(key, float("inf")), record.value * 1e-3)
-    order = {BENCH_PREFILL: 0, BENCH_DECODE: 1}
-    found = [(point, peer, seconds) for (point, peer), seconds in best.items()]
-    return sorted(
-        found,
-        key=lambda f: (
-            f[0].layout.gpus,
-            f[0].layout.name,
-            order[f[0].bench],
-            f[0].input_tokens or 0,
-            f[0].context or 0,
-            f[0].batch or 0,
-            f[1],
-        ),
-    )
+    return [(point, peer, seconds) for (point, peer), seconds in best.items()]
 
 
 def _floor_ms(measured: Sequence[Record], point: Point, peer: str) -> float | None:

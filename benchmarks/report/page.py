@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from antiphon.benchmarks.peers.pairs import load_pairs
 from antiphon.benchmarks.plan.cost_model import CostModel, build
 from antiphon.benchmarks.plan.hardware import H200
 from antiphon.benchmarks.plan.planner import LAYOUTS
@@ -56,7 +57,7 @@ def render(results: Path = RESULTS, gpu_hour_price: float = PRICE) -> dict[str, 
         sections.append(_model_section(model, measured, gpu_hour_price, files))
     sections += [COST_MODEL, markdown.efficiency_table(models[0].efficiencies), ""]
     sections += ["Whole steps, all models and layouts together:\n", markdown.step_error_table(models[0]), ""]
-    sections += [beside.peer_section(models, measured), ""]
+    sections += [beside.peer_section(models, measured, load_pairs(results)), ""]
     if replicas := beside.replica_section(models, measured):
         sections += [replicas, ""]
     sections += [split.section(results, files), "", _load_section(results)]

@@ -18,7 +18,7 @@ from antiphon.protocol.errors import AntiphonError
 END_TIMEOUT_S = 60.0
 AT_ONCE = "at_once"
 """Key of a record that was taken while the rest of the layout it names measured the same point."""
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDAVISIBLE_DEVICES"
 _ENVIRONMENT = threading.Lock()
 """Held while this process's environment is that of a process which starts."""
 
@@ -127,8 +127,8 @@ def serve_replica(
 
 
 def visible_devices(numbers: Sequence[int]) -> str:
-    """``CUDA_VISIBLE_DEVICES`` of a process that may take these of the GPUs that this one sees."""
-    before = os.environ.get(_VISIBLE)
+    """``CUDAVISIBLE_DEVICES`` of a process that may take these of the GPUs that this one sees."""
+    before = os.environ.get(VISIBLE)
     known = before.split(",") if before else [str(index) for index in range(max(numbers) + 1)]
     return ",".join(known[number] for number in numbers)
 
@@ -140,15 +140,15 @@ def _visible_devices(device: DeviceType, numbers: Sequence[int]) -> Iterator[Non
         yield
         return
     with _ENVIRONMENT:
-        before = os.environ.get(_VISIBLE)
-        os.environ[_VISIBLE] = visible_devices(numbers)
+        before = os.environ.get(VISIBLE)
+        os.environ[VISIBLE] = visible_devices(numbers)
         try:
             yield
         finally:
             if before is None:
-                del os.environ[_VISIBLE]
+                del os.environ[VISIBLE]
             else:
-                os.environ[_VISIBLE] = before
+                os.environ[VISIBLE] = before
 
 
 def _end(process: multiprocessing.process.BaseProcess, connection: Connection) -> None:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from antiphon.benchmarks.peers import command
+from antiphon.benchmarks.peers import beside, command
+from antiphon.benchmarks.peers.beside import Comparison
+from antiphon.benchmarks.peers.beside import run_command as run_beside
 from antiphon.benchmarks.peers.command import run_command
 from antiphon.benchmarks.peers.meter import PeerMissing, find_peer, setup_for
+from antiphon.benchmarks.peers.pairs import joined, load_pairs
 from antiphon.benchmarks.peers.program import WARM_STEPS, Setup, Steps, measure, prompt_of, steps_of
-from antiphon.benchmarks.records import Layout, load_records
+from antiphon.benchmarks.records import Layout, PeerFigure, Record, append_records, load_records
 from antiphon.benchmarks.sweep.command import Sizes, SweepIncomplete
 from antiphon.benchmarks.sweep.meter import Effort
 from antiphon.benchmarks.sweep.points import Point
+from antiphon.cluster.cli_bench import bench_app
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.checkpoint.write import stored_tensors
 from antiphon.model.config import preset
+from antiphon.protocol.errors import ConfigError
 
 VLLM = '''
 import time
@@ -313,3 +320,67 @@ def test_a_time_that_is_none_is_no_figure() -> None:
     assert measure(Backwards(), SETUP, {"input_tokens": 5}) == {"ms": 500.0, "repeats": 1}
     with pytest.raises(RuntimeError, match=r"-0\.1"):
         measure(Backwards(), SETUP, {"batch": 2, "context": 5})
+
+
+def test_both_are_measured_in_one_run_and_ours_holds_their_figure(
+    loading_python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "beside.json"
+    monkeypatch.setenv("STAND_IN_SAW", str(tmp_path / "saw"))
+    comparison = Comparison(
+        ("vllm", loading_python),
+        {"tiny": [Sizes((64,), (), ()), Sizes((), (2,), (100,))]},
+        effort=Effort(steps=16, repeats=1, chunk_tokens=128),
+        device="cpu",
+        devices=2,
+    )
+    run_beside(comparison, output)
+    records = load_records(output)
+    ours = {each.bench: each for each in records if each.beside is not None}
+    theirs = {each.bench: each for each in records if each.peer is not None}
+    assert set(ours) == set(theirs) == {"prefill", "decode_step"}
+    assert len(records) == 4
+    for bench, each in ours.items():
+        assert each.peer is None
+        assert each.beside is not None
+        assert (each.beside.system, each.beside.value) == (theirs[bench].peer, theirs[bench].value)
+    assert "vllm unknown version" in capsys.readouterr().out
+    assert load_pairs(tmp_path) == list(ours.values())
+    run_beside(comparison, output)  # nothing is left to measure
+    assert load_records(output) == records
+
+
+def test_a_pair_is_of_one_run_alone(loading_python: str, tmp_path: Path) -> None:
+    """What was measured of ours in another run gets no figure of theirs."""
+    point = Point("prefill", "tiny", Layout(), input_tokens=64)
+    ours = Record("prefill", "tiny", "TP1", "CPU", "c", "2020-01-01", 5.0, "ms", input_tokens=64)
+    theirs = replace(ours, peer="other 1", value=7.0)
+    (pair,) = joined([ours, theirs], "other 1", point)
+    assert pair.beside == PeerFigure("other 1", 7.0, "2020-01-01")
+    assert not joined([ours, replace(theirs, device="another")], "other 1", point)
+    assert not joined([ours, theirs], "other 2", point)
+    output = tmp_path / "beside.json"
+    append_records(output, [ours])
+    sizes = {"tiny": [Sizes((64,), (), ())]}
+    comparison = Comparison(("vllm", loading_python), sizes, device="cpu", devices=1, seconds=-1.0)
+    with pytest.raises(SweepIncomplete, match="2 points are left"):
+        run_beside(comparison, output)
+    assert load_records(output) == [ours]
+    with pytest.raises(PeerMissing):
+        run_beside(replace(comparison, system=("vllm", sys.executable)), output)
+
+
+def test_points_of_a_comparison_are_read_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Comparison] = []
+    monkeypatch.setattr(beside, "run_command", lambda comparison, output: asked.append(comparison))
+    runner = CliRunner()
+    arguments = ["beside", "--model", "tiny=100:1,2;200:4", "--input-tokens", "64", "--limit", "9s"]
+    assert runner.invoke(bench_app, arguments).exit_code == 0
+    (comparison,) = asked
+    assert comparison.sizes == {
+        "tiny": [Sizes([64], (), ()), Sizes((), [1, 2], [100]), Sizes((), [4], [200])]
+    }
+    assert (comparison.seconds, comparison.weights) == (9.0, "synthesized")
+    assert isinstance(runner.invoke(bench_app, ["beside", "--model", "tiny=100"]).exception, ConfigError)

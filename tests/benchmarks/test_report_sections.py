@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from antiphon.benchmarks.plan.hardware import H200
-from antiphon.benchmarks.records import Record, append_records
+from antiphon.benchmarks.records import PeerFigure, Record, RecordError, append_records
 from antiphon.benchmarks.report.page import render
 from antiphon.benchmarks.split.observed import LoadRun, append_run
 
@@ -68,9 +71,25 @@ def test_the_fastest_way_of_a_peer_stands_beside_ours(tmp_path: Path) -> None:
         ],
     )
     page = render(tmp_path)["benchmarks.md"]
-    assert "| gpt-oss-20b | TP1 | 8 x 8,192 | 0.9 | 2 | 3 | 1.50 | other 1.0 |" in page
+    assert "| gpt-oss-20b | TP1 | 8 x 8,192 | 0.9 | 2 | 3 | 1.50 | other 1.0 | apart |" in page
     predicted = next(line for line in page.splitlines() if line.startswith("| gpt-oss-20b | TP2 | 8 x 8,192"))
     assert " p* | 9 | *" in predicted
+
+
+def test_what_was_measured_in_one_run_goes_before_what_was_measured_apart(tmp_path: Path) -> None:
+    apart = replace(OURS, peer="other 1.0", value=3.0)
+    pair = replace(OURS, value=2.2, date="2026-02-02", beside=PeerFigure("other 1.0", 3.3, "2026-02-02"))
+    append_records(tmp_path / "beside.json", [apart, pair])
+    # A later figure of ours that was measured alone does not hide the pair.
+    append_records(tmp_path / "r.json", [replace(OURS, value=1.9, date="2026-03-03")])
+    page = render(tmp_path)["benchmarks.md"]
+    assert "| 8 x 8,192 | 1 | 2.2 | 3.3 | 1.50 | other 1.0 | 2026-02-02 |" in page
+    assert "other 1.0 | apart |" not in page
+    (entry,) = (e for e in json.loads((tmp_path / "beside.json").read_text()) if isinstance(e["peer"], dict))
+    assert entry["peer"] == {"system": "other 1.0", "value": 3.3, "date": "2026-02-02"}
+    (tmp_path / "beside.json").write_text(json.dumps([entry | {"peer": {"system": "other 1.0"}}]))
+    with pytest.raises(RecordError, match="value"):
+        render(tmp_path)
 
 
 def test_replicas_stand_beside_one(tmp_path: Path) -> None:
@@ -78,6 +97,9 @@ def test_replicas_stand_beside_one(tmp_path: Path) -> None:
     page = render(tmp_path)["benchmarks.md"]
     assert "| gpt-oss-20b | TP1 DP2 | 8 x 8,192 | 2 | 2.1 | +5.0% |" in page
     append_records(tmp_path / "other" / "r.json", [OURS])
+    together = replace(OURS, extra={"at_once": "TP1 DP2"})  # nobody was alone
+    append_records(tmp_path / "both" / "r.json", [together, replace(OURS, layout="TP1 DP2", value=2.1)])
+    assert "+5.0%" not in render(tmp_path / "both")["benchmarks.md"]
     assert "Replicas at the same time" not in render(tmp_path / "other")["benchmarks.md"]
 
 

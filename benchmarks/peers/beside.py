@@ -1,0 +1,151 @@
+"""``antiphon bench beside``: ours and another system's, each point on the same GPUs in the same run.
+
+Each model and layout has its GPUs to itself: this project is measured there, then the other system, with the
+same weights and prompts. Models of one GPU each run side by side. What is kept of a point that both were
+measured at is our record with the other's figure in it, and the other's own record.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from antiphon.benchmarks.peers.command import GRACE_S
+from antiphon.benchmarks.peers.meter import PeerOpener, PeerSystem, Weights, find_peer
+from antiphon.benchmarks.peers.pairs import joined
+from antiphon.benchmarks.plan.cost_model import build
+from antiphon.benchmarks.records import Layout, Record, append_records, load_records, now
+from antiphon.benchmarks.sweep import lanes
+from antiphon.benchmarks.sweep.command import Sizes, SweepIncomplete
+from antiphon.benchmarks.sweep.meter import DeviceType, Effort, OpenMeter, devices_here, remote_opener
+from antiphon.benchmarks.sweep.points import Point, grid
+from antiphon.benchmarks.sweep.run import Outcome, run_sweep
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is compared with what, and how long that may take."""
+
+    system: tuple[str, str]
+    """Name of the other system, and the interpreter that has it."""
+    sizes: dict[str, Sequence[Sizes]]
+    """Points by model."""
+    layouts: tuple[str, ...] = ("TP1",)
+    effort: Effort = field(default_factory=Effort)
+    peer_chunk_tokens: int = 32768
+    """Prompt tokens of a step of the other system, which may be best at another size than ours."""
+    weights: Weights = "synthesized"
+    device: DeviceType = "cuda"
+    devices: int | None = None
+    """All there are when absent."""
+    seconds: float = math.inf
+    """After so long no point is begun; the next run goes on."""
+
+
+def run_command(comparison: Comparison, output: Path) -> None:
+    """Measure what ``output`` holds no pair of yet, then print all that it holds.
+
+    Raises:
+        PeerMissing: the other system is not installed.
+        SweepIncomplete: points failed or are left; what was measured is kept.
+        ConfigError, NotMeasurable: a layout takes more devices than there are.
+    """
+    run = _Run(comparison, find_peer(*comparison.system), output)
+    jobs = [
+        run.job(model, Layout.parse(layout)) for layout in comparison.layouts for model in comparison.sizes
+    ]
+    try:
+        lanes.run_at_once(jobs, comparison.devices or devices_here(comparison.device))
+    finally:
+        print_pairs(load_records(output))
+    total = run.outcome
+    if total.failed:
+        point, reason = total.failed[0]
+        raise SweepIncomplete(f"{len(total.failed)} points failed, the first {point.name}: {reason}")
+    if total.left:
+        raise SweepIncomplete(f"{len(total.left)} points are left for the next run")
+
+
+class _Run:
+    """One run: only what was measured in it becomes a pair."""
+
+    def __init__(self, comparison: Comparison, system: PeerSystem, output: Path) -> None:
+        self._comparison, self._system, self._output = comparison, system, output
+        self._end = time.monotonic() + comparison.seconds
+        self._begun = now()
+        self._console = Console(stderr=True)
+        self.outcome = Outcome()
+
+    def job(self, model: str, layout: Layout) -> lanes.Job:
+        """One model in one layout: ours, then the other system's, on the same devices."""
+        comparison, cost = self._comparison, build(model, [])
+        points = [
+            point
+            for each in comparison.sizes[model]
+            for point in grid(cost, [layout], each.input_tokens, each.batches, each.contexts).points
+        ]
+
+        def run(numbers: tuple[int, ...]) -> None:
+            label, known = self._system.label, load_records(self._output)
+            paired = [each for each in known if each.beside and each.beside.system == label]
+            wanted = [point for point in points if not any(map(point.measured_by, paired))]
+            if not wanted:
+                return
+            self._sweep(wanted, remote_opener(comparison.device, comparison.effort, numbers), None)
+            theirs = PeerOpener(
+                self._system,
+                replace(comparison.effort, chunk_tokens=comparison.peer_chunk_tokens),
+                {},
+                comparison.weights,
+                self._end + GRACE_S,
+                numbers if comparison.device == "cuda" else (),
+            )
+            self._sweep(wanted, theirs, label)
+
+        return lanes.Job(f"{model} {layout.name}", layout.gpus, run)
+
+    def _sweep(self, points: Sequence[Point], opener: OpenMeter, peer: str | None) -> None:
+        def on_point(point: Point, result: str) -> None:
+            who = peer or "this project"
+            self._console.print(f"{who}, {point.name}: {result}", markup=False, highlight=False)
+            if peer is not None:
+                here = [each for each in load_records(self._output) if each.date >= self._begun]
+                append_records(self._output, joined(here, peer, point))
+
+        part = run_sweep(
+            points,
+            opener,
+            self._output,
+            again=True,
+            on_point=on_point,
+            peer=peer,
+            time_is_over=lambda: time.monotonic() > self._end,
+        )
+        self.outcome.add(part)
+
+
+def print_pairs(records: Sequence[Record]) -> None:
+    """A line for each of ours that has another system's figure."""
+    table = Table("model", "layout", "point", "floor ms", "ours ms", "theirs ms", "theirs / ours", "system")
+    for each in records:
+        if each.beside is None:
+            continue
+        prompt = each.input_tokens is not None
+        what = f"prompt of {each.input_tokens}" if prompt else f"{each.batch} x {each.context}"
+        table.add_row(
+            each.model,
+            each.layout,
+            what,
+            "" if each.floor is None else f"{each.floor:.2f}",
+            f"{each.value:.3f}",
+            f"{each.beside.value:.3f}",
+            f"{each.beside.value / each.value:.2f}",
+            each.beside.system,
+        )
+    Console(width=120).print(table)
