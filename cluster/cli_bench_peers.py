@@ -55,6 +55,7 @@ def peers(
     limit: Annotated[
         str | None, typer.Option(help="Begin no point after so long, such as 300s; the next run goes on.")
     ] = None,
+    logs: Annotated[Path | None, typer.Option(help="Folder that keeps what the other system says.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="File of records; the project's peers.json when absent.")
     ] = None,
@@ -82,6 +83,7 @@ def peers(
         weights=weights.value,
         again=again,
         seconds=limit_s(limit),
+        logs=logs,
     )
 
 
@@ -115,6 +117,7 @@ def beside(
     limit: Annotated[
         str | None, typer.Option(help="Begin no point after so long, such as 300s; the next run goes on.")
     ] = None,
+    logs: Annotated[Path | None, typer.Option(help="Folder that keeps what the other system says.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="File of records; the project's beside.json when absent.")
     ] = None,
@@ -137,6 +140,7 @@ def beside(
             device.value,
             ranks,
             limit_s(limit),
+            logs,
         ),
         RESULTS / "beside.json" if output is None else output,
     )

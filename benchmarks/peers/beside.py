@@ -46,6 +46,8 @@ class Comparison:
     """All there are when absent."""
     seconds: float = math.inf
     """After so long no point is begun; the next run goes on."""
+    logs: Path | None = None
+    """Folder that keeps what the other system says."""
 
 
 def run_command(comparison: Comparison, output: Path) -> None:
@@ -105,6 +107,7 @@ class _Run:
                 comparison.weights,
                 self._end + GRACE_S,
                 numbers if comparison.device == "cuda" else (),
+                comparison.logs,
             )
             self._sweep(wanted, theirs, label)
 

@@ -33,10 +33,12 @@ def run_command(
     weights: Weights = "synthesized",
     again: bool = False,
     seconds: float = math.inf,
+    logs: Path | None = None,
 ) -> None:
     """Measure each (name, interpreter) that is installed; one that is not is skipped with a message.
 
-    After ``seconds`` no point is begun, and a system that still runs ``GRACE_S`` later is killed.
+    After ``seconds`` no point is begun, and a system that still runs ``GRACE_S`` later is killed. What a
+    system says is kept in the folder ``logs``, where there is one.
 
     Raises:
         SweepIncomplete: points failed or are left; what was measured is kept.
@@ -63,7 +65,7 @@ def run_command(
 
         outcome = run_sweep(
             points,
-            PeerOpener(system, effort, checkpoints, weights, end + GRACE_S),
+            PeerOpener(system, effort, checkpoints, weights, end + GRACE_S, logs=logs),
             output,
             again=again,
             on_point=on_point,

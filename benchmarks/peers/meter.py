@@ -188,6 +188,8 @@ class PeerOpener:
     """Of the monotonic clock: a system that still runs then is killed."""
     devices: tuple[int, ...] = ()
     """Numbers of the GPUs that it may take; all that this process sees when there are none."""
+    logs: Path | None = None
+    """Folder that keeps what it says, a file for each model and layout; nothing is kept when absent."""
 
     @contextmanager
     def __call__(self, model: str, layout: Layout, points: Sequence[Point]) -> Iterator[Meter]:
@@ -200,7 +202,7 @@ class PeerOpener:
             raise NotMeasurable(f"{layout.name}: replicas of a peer are not measured")
         with tempfile.TemporaryDirectory(prefix="antiphon-peer-") as temporary:
             setup = self._setup(model, layout, points, Path(temporary))
-            log = Path(temporary) / "log"
+            log = self._log(model, layout, Path(temporary))
             with log.open("wb") as errors, self._process(errors) as process, _killed_at(self.end, process):
                 try:
                     meter = PeerMeter(self.system, layout, process, log)
@@ -234,6 +236,11 @@ class PeerOpener:
             )
         synthesize(folder, like=model)
         return setup
+
+    def _log(self, model: str, layout: Layout, temporary: Path) -> Path:
+        folder = temporary if self.logs is None else self.logs
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{self.system.name}-{model}-{layout.name.replace(' ', '-')}.log"
 
     def _visible(self) -> dict[str, str]:
         return {VISIBLE: visible_devices(self.devices)} if self.devices else {}

@@ -333,6 +333,7 @@ def test_both_are_measured_in_one_run_and_ours_holds_their_figure(
         effort=Effort(steps=16, repeats=1, chunk_tokens=128),
         device="cpu",
         devices=2,
+        logs=tmp_path / "logs",
     )
     run_beside(comparison, output)
     records = load_records(output)
@@ -346,6 +347,7 @@ def test_both_are_measured_in_one_run_and_ours_holds_their_figure(
         assert (each.beside.system, each.beside.value) == (theirs[bench].peer, theirs[bench].value)
     assert "vllm unknown version" in capsys.readouterr().out
     assert load_pairs(tmp_path) == list(ours.values())
+    assert "STAND_IN attention" in (tmp_path / "logs" / "vllm-tiny-TP1.log").read_text()
     run_beside(comparison, output)  # nothing is left to measure
     assert load_records(output) == records
 
