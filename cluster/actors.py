@@ -81,7 +81,9 @@ class WorkerActor(ActorProcess):
     async def start(self, topology: Topology) -> WorkerAddress:
         """Load the model, build the engine and the worker, listen."""
         configure_logs(self._worker_id, self._config.log.level)
-        return await asyncio.to_thread(self._start, topology)
+        address = await asyncio.to_thread(self._start, topology)
+        self._lifeline.asked()  # loading may take longer than the supervisor lives
+        return address
 
     async def set_topology(self, topology: Topology) -> None:
         """Tell the worker who is alive."""
@@ -210,6 +212,7 @@ class RouterActor(ActorProcess):
         self._server = RouterServer(self._config, self._served_model, formatter, gateway, tracer)
         await self._server.start()
         self._server.warm_encoding()
+        self._lifeline.asked()
         self._server.set_topology(topology)
         url = self._reachable_url(self._server.url)
         return WorkerAddress(self._worker_id, Role.ROUTER, gateway.epoch, url, f"{url}/metrics")

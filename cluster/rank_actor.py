@@ -8,12 +8,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from antiphon.cluster.actor_process import ActorProcess
+from antiphon.cluster.lifeline import Lifeline, lifeline_s
 from antiphon.cluster.logs import configure_logs
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.identity import Role
 
 if TYPE_CHECKING:
     from antiphon.kv_transfer.transport import TransportFactory
+
+
+END_GRACE_S = 5.0
+"""How long a rank that follows nobody any more lives on, for the supervisor to learn why."""
 
 
 def gpu_of_this_process() -> str:
@@ -46,6 +51,7 @@ class RankActor(ActorProcess):
         self._config = DeploymentConfig.model_validate_json(config_json)
         self._cluster_token = cluster_token
         self._transport_factory = transport_factory
+        self._lifeline = Lifeline(lifeline_s(self._config.transfer.lease_s))
 
     async def gpu(self) -> str:
         """Name of this rank's GPU."""
@@ -55,10 +61,21 @@ class RankActor(ActorProcess):
         """The GPUs of all ranks, in their order."""
         see_gpus(gpus)
 
+    async def asked(self) -> None:
+        """Somebody watches over this worker."""
+        self._lifeline.asked()
+
     async def follow(self, port: int) -> None:
-        """Join rank 0, load this rank's part of the model, and follow until rank 0 says stop."""
+        """Join rank 0, load this rank's part of the model, and follow until rank 0 says stop.
+
+        However that ends, this process does too, as soon as its reason is known: it would keep its part of
+        the model, and on a GPU whatever waits for the others, while nobody may be left to end it.
+        """
         configure_logs(f"{self._worker_id}/{self._rank}", self._config.log.level)
-        await asyncio.to_thread(self._follow, port)
+        try:
+            await asyncio.to_thread(self._follow, port)
+        finally:
+            self._lifeline.cut(END_GRACE_S)
 
     def _follow(self, port: int) -> None:
         from antiphon.cluster.rank_assembly import follow

@@ -49,6 +49,7 @@ class RayProcess:
         self._on_started = on_started
         self._shares_gpus = shares_gpus
         self._following: list[asyncio.Future[None]] = []
+        self._asking: dict[int, asyncio.Future[None]] = {}
         self._gone_after_s = gone_after_s
         self._asked_at = time.monotonic()
         """Nobody has asked it since."""
@@ -91,8 +92,17 @@ class RayProcess:
     async def status(self) -> ProcessStatus:
         """See ProcessHandle."""
         self._asked_at = time.monotonic()
+        self._ask_others()
         status: ProcessStatus = await self._call("status")
         return status
+
+    def _ask_others(self) -> None:
+        """Tell ranks other than 0 that somebody watches; one that has not answered yet is not asked again."""
+        for rank, actor in enumerate(self._others, start=1):
+            last = self._asking.get(rank)
+            if last is None or last.done():
+                self._asking[rank] = asking = asyncio.ensure_future(self._call_on(actor, "asked"))
+                asking.add_done_callback(_note_outcome)
 
     async def drain(self, timeout_s: float) -> bool:
         """See ProcessHandle."""

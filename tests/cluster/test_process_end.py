@@ -73,6 +73,37 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray.exceptions", errors)
 
 
+@pytest.mark.parametrize("answers", [True, False])
+async def test_every_rank_is_told_that_somebody_asks(answers: bool) -> None:
+    """Otherwise those after the first would end, or would never."""
+    asked: list[int] = []
+    gate = asyncio.Event()
+
+    class Rank(UnreachableActor):
+        def __getattr__(self, method: str) -> Any:
+            if method != "asked":
+                return super().__getattr__(method)
+            rank = self
+
+            class Call:
+                @staticmethod
+                async def remote() -> None:
+                    asked.append(id(rank))
+                    if not answers:
+                        await gate.wait()
+
+            return Call
+
+    here = ProcessIdentity.of_this_process()
+    ranks = [Rank(here, KILLED) for _ in range(3)]
+    process = RayProcess(ranks[0], ranks[1:], lambda _: None)
+    for _ in range(3):
+        await process.status()
+        await asyncio.sleep(0)
+    assert [asked.count(id(rank)) for rank in ranks] == ([0, 3, 3] if answers else [0, 1, 1])
+    gate.set()
+
+
 async def started(identity: ProcessIdentity, reason: str = KILLED, gone_s: float = 0.4) -> RayProcess:
     process = RayProcess(UnreachableActor(identity, reason), [], lambda _: None, gone_after_s=gone_s)
     await process.start(Topology(0, ()))
@@ -168,3 +199,35 @@ def test_a_process_ends_when_nobody_asks_for_it_any_more() -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert ends[0] - asked_at >= 0.29
+
+
+HOLDS_THE_INTERPRETER = """
+import sys, time
+from antiphon.cluster.lifeline import Lifeline
+Lifeline(0.3).asked()
+sys.stdout.write("asked\\n"); sys.stdout.flush()
+sum(range(10**14))
+"""
+
+
+def test_one_that_lets_no_thread_run_is_ended_too() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDS_THE_INTERPRETER], stdout=subprocess.PIPE) as stuck:
+        try:
+            assert stuck.stdout is not None
+            assert stuck.stdout.readline() == b"asked\n"
+            assert stuck.wait(20) == -signal.SIGALRM
+        finally:
+            stuck.kill()
+
+
+def test_what_is_of_no_use_any_more_ends_though_somebody_asks() -> None:
+    ends: list[float] = []
+    lifeline = Lifeline(60.0, lambda: ends.append(time.monotonic()))
+    lifeline.asked()
+    cut_at = time.monotonic()
+    lifeline.cut(0.2)
+    while not ends:
+        assert time.monotonic() < cut_at + 10
+        lifeline.asked()
+        time.sleep(0.01)
+    assert ends[0] - cut_at >= 0.19

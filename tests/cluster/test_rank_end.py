@@ -1,0 +1,76 @@
+"""Ranks that nobody is left to end: each ends by itself, and with it whatever it held."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from antiphon.cluster.lifeline import EXIT_STATUS
+from antiphon.model.checkpoint.synthesize import synthesize
+
+SCRIPT = Path(__file__).with_name("worker_rank.py")
+
+
+@dataclass
+class TwoRanks:
+    """Rank 0 computes step after step; nobody asks for either."""
+
+    leader: subprocess.Popen[str]
+    follower: subprocess.Popen[str]
+
+    def heard(self, of: subprocess.Popen[str]) -> str:
+        assert of.stdout is not None
+        return of.stdout.readline().strip()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[TwoRanks]:
+    synthesize(tmp_path / "tiny", like="tiny", seed=1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        options = (f"--rank={rank}", f"--port={port}", f"--checkpoint={tmp_path / 'tiny'}", "--lease-s=0.4")
+        return subprocess.Popen(
+            [sys.executable, str(SCRIPT), *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    both = TwoRanks(start(0), start(1))
+    try:
+        assert both.heard(both.leader) == "computing"
+        yield both
+    finally:
+        for process in (both.leader, both.follower):
+            process.kill()
+            process.communicate()
+
+
+def test_a_leader_killed_within_a_step_ends_its_followers_process(ranks: TwoRanks) -> None:
+    """Nobody else is there: without an end of its own the process would keep what it loaded."""
+    os.kill(ranks.leader.pid, signal.SIGKILL)
+    assert ranks.heard(ranks.follower) == "ended: RankLostError"
+    assert ranks.follower.wait(20) == EXIT_STATUS
+
+
+def test_a_rank_that_nobody_asks_for_ends_while_its_leader_computes(ranks: TwoRanks) -> None:
+    assert ranks.follower.stdin is not None
+    for _ in range(2):
+        ranks.follower.stdin.write("is it there?\n")
+        ranks.follower.stdin.flush()
+        assert ranks.heard(ranks.follower) == "asked"
+    assert ranks.leader.poll() is None
+    assert ranks.follower.wait(20) == EXIT_STATUS
+    ranks.leader.wait(20)  # a worker lives as long as all its ranks
