@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from antiphon.kernels.attention import prefill_hopper
+from antiphon.kernels.attention import fp8_hopper, prefill_hopper
 from antiphon.kernels.collectives import peer_reduce
 from antiphon.kernels.cuda_library import CudaLibrary, KernelLibraryError
 from antiphon.kernels.dense import skinny
@@ -19,6 +19,7 @@ LIBRARIES: tuple[CudaLibrary, ...] = (
     skinny.LIBRARY,
     moe.LIBRARY,
     prefill_hopper.LIBRARY,
+    fp8_hopper.LIBRARY,
     peer_reduce.LIBRARY,
 )
 """Every library that a worker on an H200 loads."""
@@ -74,5 +75,8 @@ def _build_triton(
         for model in models:
             for layout in layouts:
                 before = len(compiled)
-                launch_all(preset(model), WorkerShape(layout, page_size, max_batch_size), "cpu")
+                # With FP8 pages or without: which it is, is the deployment's choice, and both are few.
+                for fp8_kv in (False, True):
+                    shape = WorkerShape(layout, page_size, max_batch_size, fp8_kv=fp8_kv)
+                    launch_all(preset(model), shape, "cpu")
                 print(f"{target}: {len(compiled) - before} kernels for {model}, {layout.name}", flush=True)

@@ -61,11 +61,6 @@ class Fp8Pages:
         return self.data.shape[0], self.data.shape[1], 2, self.page_size, self.head_dim
 
     @property
-    def page_stride(self) -> int:
-        """Bytes from a page to the next."""
-        return self.data.stride(0)
-
-    @property
     def codes(self) -> Tensor:
         """[N, G, 2, S, D] uint8 view: the e4m3 numbers' bits."""
         return self.data[:, :, : 2 * self.page_size * self.head_dim].view(self.shape)
@@ -89,6 +84,12 @@ class Fp8Pages:
 
 KvLayer = Tensor | Fp8Pages
 """One layer's pages: [N, G, 2, S, D] as they are, or in FP8."""
+
+
+def pages_of(layer: KvLayer) -> tuple[Tensor, int]:
+    """A layer's memory, and how many of its elements lie from a page to the next: what a kernel is given."""
+    data = layer.data if isinstance(layer, Fp8Pages) else layer
+    return data, data.stride(0)
 
 
 def quantise(numbers: Tensor) -> tuple[Tensor, Tensor]:

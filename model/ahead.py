@@ -15,14 +15,18 @@ from torch import Tensor
 
 from antiphon.kernels import portable_moe
 from antiphon.kernels.ahead import load_only, missing_kernels, triton_folder
-from antiphon.kernels.attention import prefill_hopper
+from antiphon.kernels.attention import fp8_hopper, prefill_hopper
 from antiphon.kernels.attention.decode import DecodeAttention
+from antiphon.kernels.attention.decode_fp8 import Fp8DecodeAttention
 from antiphon.kernels.attention.prefill import prefill_attention
+from antiphon.kernels.attention.split_parts import SplitParts
+from antiphon.kernels.attention.widen import WidePages
 from antiphon.kernels.collectives import peer_reduce
 from antiphon.kernels.cuda_library import CudaLibrary, KernelLibraryError
 from antiphon.kernels.dense import skinny
 from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write
+from antiphon.kernels.fp8_pages import Fp8Pages, head_bytes
 from antiphon.kernels.moe import build as moe_build
 from antiphon.kernels.reference import MXFP4_BLOCK, ExpertMatrix, PagedSequences
 from antiphon.kernels.router import route
@@ -46,12 +50,14 @@ class WorkerShape:
         page_size: positions of a page.
         max_batch_size: sequences decoded together, at most.
         samples: False of prefill workers, whose sums over ranks take no peer memory.
+        fp8_kv: pages of full layers hold FP8.
     """
 
     layout: ParallelLayout
     page_size: int
     max_batch_size: int
     samples: bool = True
+    fp8_kv: bool = False
 
 
 class Launches:
@@ -69,6 +75,12 @@ class Launches:
         self._heads, self._kv_heads = heads
         # One layer of a group of several.
         self._cache = self._empty(1, 2, self._kv_heads, 2, shape.page_size, width)[:, 0]
+        size = head_bytes(shape.page_size, width)
+        self._fp8 = (
+            Fp8Pages(self._empty(1, 2, self._kv_heads, size, dtype=torch.uint8)[:, 0], shape.page_size, width)
+            if shape.fp8_kv
+            else None
+        )
 
     def all(self) -> None:
         """Make every one of them."""
@@ -104,6 +116,9 @@ class Launches:
         )
         query = self._empty(32, heads, width)
         rope_and_write(qkv, positions, slots, rotation, self._cache, heads, query)
+        if self._fp8 is not None:
+            rope_and_write(qkv, positions, slots, rotation, self._fp8, heads, query)
+            WidePages().widen(self._fp8, self._sequences(1), query.dtype)
 
     def _chunk_attention(self) -> None:
         """Pages of 64 positions have a CUDA kernel; others take Triton's."""
@@ -148,6 +163,17 @@ class Launches:
         scale, out, sequences = config.head_dim**-0.5, torch.empty_like(query), self._sequences(batch)
         kernel.full(query, self._cache, sequences, self._sinks(), scale, out)
         kernel.sliding(query, self._cache, sequences, self._sinks(), config.sliding_window, scale, out)
+        if self._fp8 is None:
+            return
+        if self._shape.page_size == fp8_hopper.PAGE:
+            # The kernel itself is CUDA's; what merges its splits is not.
+            splits = fp8_hopper.choose_fp8_splits(batch, self._kv_heads)
+            rows = batch * self._heads
+            if splits > 1:
+                SplitParts(rows, config.head_dim, splits, self._cache.device, pdl=self._alone).merge(out)
+            return
+        fp8 = Fp8DecodeAttention(batch, self._heads, self._kv_heads, config.head_dim, self._cache.device)
+        fp8.full(query, self._fp8, sequences, self._sinks(), scale, out)
 
     def _sampling(self, batch: int) -> None:
         logits = self._empty(batch, self._config.vocab_size, dtype=torch.float32)
@@ -177,11 +203,12 @@ def launch_all(config: GptOssConfig, shape: WorkerShape, device: torch.device | 
 
 def libraries(shape: WorkerShape) -> tuple[CudaLibrary, ...]:
     """The CUDA libraries that each rank of a worker loads on an H200."""
+    fp8_kv = (fp8_hopper.LIBRARY,) if shape.fp8_kv else ()
     if shape.layout.tensor_parallel == 1:
-        return skinny.LIBRARY, moe_build.LIBRARY, prefill_hopper.LIBRARY
+        return (skinny.LIBRARY, moe_build.LIBRARY, prefill_hopper.LIBRARY, *fp8_kv)
     experts = (moe_build.LIBRARY,) if shape.layout.expert_parallel else ()
     sums = (peer_reduce.LIBRARY,) if shape.samples else ()
-    return (prefill_hopper.LIBRARY, *experts, *sums)
+    return (prefill_hopper.LIBRARY, *experts, *sums, *fp8_kv)
 
 
 def require_built(config: GptOssConfig, shape: WorkerShape, device: torch.device | str) -> None:

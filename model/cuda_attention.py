@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
+from antiphon.kernels.attention.fp8_hopper import FewTokens
 from antiphon.kernels.attention.prefill_hopper import chunk_rope_and_write
 from antiphon.kernels.dense import fp8_projection, skinny
 from antiphon.kernels.dense.fp8_projection import Fp8Projection, ProjectionWorkspace
@@ -26,7 +27,7 @@ class AttentionBlock:
     """What layers have in common: the rotation, attention over pages, and buffers of FP8 projections."""
 
     def __init__(self, config: GptOssConfig, device: torch.device, road: Road) -> None:
-        self._config = config
+        self._config, self._device = config, device
         self._hopper = road is Road.HOPPER
         self._rotation = rotation_of(config, device)
         self._attention = PagedAttention(
@@ -54,21 +55,41 @@ class AttentionBlock:
         tokens = normed.shape[0]
         heads, dim = self._config.num_attention_heads, self._config.head_dim
         query = torch.empty(tokens, heads, dim, dtype=normed.dtype, device=normed.device)
-        if self._skinny(tokens) and not isinstance(kv_layer, Fp8Pages):
-            skinny.qkv_rope(
-                *(normed, weights.qkv_weight, weights.qkv_bias, positions, sequences.slot),
-                *(self._rotation, kv_layer, query),
-                pdl=True,
-            )
+        if self._skinny(tokens):
+            self._project_few(normed, weights, positions, kv_layer, sequences.slot, query)
         else:
             fp8 = None if weights.fp8 is None else weights.fp8.qkv
             qkv = self._project(normed, weights.qkv_weight, weights.qkv_bias, fp8)
-            rotation = (qkv, positions, sequences.slot, self._rotation)
-            if self._hopper and not isinstance(kv_layer, Fp8Pages):
-                chunk_rope_and_write(*rotation, kv_layer, query)
+            rotation = (qkv, positions, sequences.slot, self._rotation, kv_layer)
+            if self._hopper:
+                chunk_rope_and_write(*rotation, query)
             else:
-                rope_and_write(*rotation, kv_layer, heads, query)
+                rope_and_write(*rotation, heads, query)
         return self._attention(query, kv_layer, sequences, weights.sinks, window)
+
+    def _project_few(
+        self,
+        normed: Tensor,
+        weights: LayerWeights,
+        positions: Tensor,
+        kv_layer: KvLayer,
+        slot: Tensor,
+        query: Tensor,
+    ) -> None:
+        """QKV, rotation and page write of at most 16 tokens; to FP8 pages by way of ``FewTokens``."""
+        projection = (normed, weights.qkv_weight, weights.qkv_bias, positions)
+        if isinstance(kv_layer, Fp8Pages):
+            few = self._few_tokens
+            place = few.slot[: slot.shape[0]]
+            skinny.qkv_rope(*projection, place, self._rotation, few.kv, query, pdl=True)
+            few.store(kv_layer, slot, pdl=True)
+            return
+        skinny.qkv_rope(*projection, slot, self._rotation, kv_layer, query, pdl=True)
+
+    @cached_property
+    def _few_tokens(self) -> FewTokens:
+        """All layers' room; steps are warmed up before they are captured."""
+        return FewTokens(self._config.num_key_value_heads, self._device)
 
     def add_output_(self, x: Tensor, mixed: Tensor, weights: LayerWeights) -> Tensor | None:
         """``x += mixed W^T + b`` in place; returns its norm, or None where the router norms x itself."""

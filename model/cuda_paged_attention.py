@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels import reference
-from antiphon.kernels.attention import prefill_hopper
+from antiphon.kernels.attention import fp8_hopper, prefill_hopper
 from antiphon.kernels.attention.decode import DecodeAttention
 from antiphon.kernels.attention.decode_fp8 import Fp8DecodeAttention
+from antiphon.kernels.attention.fp8_hopper import HopperFp8DecodeAttention
 from antiphon.kernels.attention.prefill import prefill_attention
 from antiphon.kernels.attention.prefill_hopper import hopper_prefill_attention
 from antiphon.kernels.attention.widen import WidePages
@@ -54,7 +55,7 @@ class PagedAttention:
         self._device = device
         self._hopper, self._pdl = hopper, pdl
         self._decode: dict[int, DecodeAttention] = {}
-        self._fp8_decode: dict[int, Fp8DecodeAttention] = {}
+        self._fp8_decode: dict[int, Fp8DecodeAttention | HopperFp8DecodeAttention] = {}
         self._wide = WidePages()
 
     def __call__(
@@ -84,7 +85,9 @@ class PagedAttention:
             return attend(query, kv_layer, sequences, sinks, window, scale, longest, out=query)
         out = torch.empty_like(query)
         if isinstance(kv_layer, Fp8Pages):
-            return self._fp8_kernel(tokens).full(query, kv_layer, sequences, sinks, scale, out)
+            return self._fp8_kernel(tokens, kv_layer.page_size).full(
+                query, kv_layer, sequences, sinks, scale, out
+            )
         kernel = self._decode_kernel(tokens)
         if window is None:
             return kernel.full(query, kv_layer, sequences, sinks, scale, out)
@@ -98,10 +101,14 @@ class PagedAttention:
             )
         return kernel
 
-    def _fp8_kernel(self, batch_size: int) -> Fp8DecodeAttention:
+    def _fp8_kernel(self, batch_size: int, page_size: int) -> Fp8DecodeAttention | HopperFp8DecodeAttention:
         kernel = self._fp8_decode.get(batch_size)
         if kernel is None:
-            kernel = self._fp8_decode[batch_size] = Fp8DecodeAttention(
-                batch_size, self._query_heads, self._kv_heads, self._head_dim, self._device
-            )
+            if self._hopper and page_size == fp8_hopper.PAGE:
+                kernel = HopperFp8DecodeAttention(batch_size, self._kv_heads, self._device, pdl=self._pdl)
+            else:
+                kernel = Fp8DecodeAttention(
+                    batch_size, self._query_heads, self._kv_heads, self._head_dim, self._device
+                )
+            self._fp8_decode[batch_size] = kernel
         return kernel

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import torch
 
-from antiphon.kernels.attention import prefill_hopper
+from antiphon.kernels.attention import fp8_hopper, prefill_hopper
 from antiphon.kernels.dense import skinny
 from antiphon.kernels.moe import build as moe_build
 from antiphon.kernels.moe.decode import SWIGLU_LIMIT
@@ -71,12 +71,15 @@ def hopper_shape_obstacle(config: GptOssConfig) -> str | None:
 
 
 def require_fp8_pages(device: torch.device) -> None:
-    """Whether kernels for FP8 pages run on this GPU.
+    """Have what FP8 pages need on this GPU.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: it does not know e4m3 numbers.
+        KernelLibraryError: the kernels for FP8 pages on an H200 were not built.
     """
     capability = torch.cuda.get_device_capability(device)
+    if capability == (9, 0):
+        fp8_hopper.LIBRARY.load()
     if capability < (8, 9):
         raise ConfigError(
             f"model.kv_dtype fp8_e4m3: {device} is sm_{capability[0]}{capability[1]}, "

@@ -172,7 +172,7 @@ class Fp8DecodeAttention:
             self._parts.acc,
             self._parts.max,
             self._parts.sum,
-            pages.page_stride,
+            pages.data.stride(0),
             sequences.block_table.stride(0),
             sm_scale * LOG2E,
             HEADS=self.query_heads,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.cuda_library import CudaLibrary, check_launch
+from antiphon.kernels.fp8_pages import Fp8Pages, KvLayer, pages_of
 from antiphon.kernels.reference import PagedSequences
 
 PAGE = 64
@@ -26,6 +27,7 @@ LIBRARY = CudaLibrary(
     "prefill_attention",
     (_SOURCES / "prefill.cu", _SOURCES / "rope.cu"),
     headers=(
+        _SOURCES / "fp8_pages.cuh",
         _SOURCES / "prefill_pipeline.cuh",
         _SOURCES / "wgmma_bf16.cuh",
         _SOURCES.parent.parent / "moe" / "csrc" / "hopper.cuh",
@@ -41,7 +43,7 @@ def _library() -> ctypes.CDLL:
         *(*(pointer,) * 7, number, number, ctypes.c_longlong, *(number,) * 4),
         *(ctypes.c_float, number, number, pointer),
     ]
-    library.antiphon_chunk_rope.argtypes = [*(pointer,) * 6, ctypes.c_longlong, *(number,) * 3, pointer]
+    library.antiphon_chunk_rope.argtypes = [*(pointer,) * 6, ctypes.c_longlong, *(number,) * 4, pointer]
     return library
 
 
@@ -55,7 +57,7 @@ def chunk_rope_and_write(
     positions: Tensor,
     slot: Tensor,
     rotation: Tensor,
-    kv_layer: Tensor,
+    kv_layer: KvLayer,
     query: Tensor,
 ) -> Tensor:
     """Rotate q and k, write k and v to their pages, return ``query``; as ``dense.rope.rope_and_write``.
@@ -64,7 +66,7 @@ def chunk_rope_and_write(
         qkv: [T, (Q + 2 G) * 64] bf16 contiguous, bias added, 8 query heads per kv head.
         positions, slot: [T] int64; a negative slot is not stored.
         rotation: [positions, 32, 2] float32 from ``rotation_table``.
-        kv_layer: [N, G, 2, S, 64] bf16 view; the last four dimensions contiguous.
+        kv_layer: [N, G, 2, S, 64] bf16 view, the last four dimensions contiguous; or FP8 pages.
         query: [T, Q, 64] bf16 contiguous, overwritten.
 
     Raises:
@@ -83,11 +85,13 @@ def chunk_rope_and_write(
             raise ValueError(
                 f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected contiguous {dtype} {shape}"
             )
-    if width != HEAD_DIM or kv_layer.dtype != torch.bfloat16 or not kv_layer[0].is_contiguous():
-        raise ValueError(f"kv_layer is {tuple(kv_layer.shape)} {kv_layer.dtype}, expected [N, G, 2, S, 64]")
+    fp8 = isinstance(kv_layer, Fp8Pages)
+    pages, page_stride = pages_of(kv_layer)
+    if width != HEAD_DIM or not (fp8 or (pages.dtype == torch.bfloat16 and pages[0].is_contiguous())):
+        raise ValueError(f"kv_layer is {tuple(kv_layer.shape)} {pages.dtype}, expected [N, G, 2, S, 64]")
     status = _library().antiphon_chunk_rope(
         *(qkv.data_ptr(), positions.data_ptr(), slot.data_ptr(), rotation.data_ptr(), query.data_ptr()),
-        *(kv_layer.data_ptr(), kv_layer.stride(0), tokens, kv_heads, page_size),
+        *(pages.data_ptr(), page_stride, tokens, kv_heads, page_size, int(fp8)),
         torch.cuda.current_stream().cuda_stream,
     )
     check_launch(status, "rotation")

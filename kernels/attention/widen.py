@@ -67,7 +67,7 @@ class WidePages:
             table,
             sequences.kv_len,
             room,
-            layer.page_stride,
+            layer.data.stride(0),
             table.stride(0),
             HEADS=layer.shape[1],
             HEAD_BYTES=head_bytes(layer.page_size, layer.head_dim),

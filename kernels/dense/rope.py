@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from antiphon.kernels.fp8_pages import Fp8Pages, KvLayer
+from antiphon.kernels.fp8_pages import Fp8Pages, KvLayer, pages_of
 
 
 def rotation_table(inv_freq: Tensor, concentration: float, positions: int) -> Tensor:
@@ -109,14 +109,15 @@ def rope_and_write(
         query: [T, Q, D] output; keys and values take its dtype before they are stored.
     """
     kv_heads, page_size, dim = kv_layer.shape[1], kv_layer.shape[3], kv_layer.shape[4]
+    pages, page_stride = pages_of(kv_layer)
     _rope_and_write[(qkv.shape[0],)](
         qkv,
         positions,
         slot,
         rotation,
         query,
-        kv_layer.data if isinstance(kv_layer, Fp8Pages) else kv_layer,
-        kv_layer.page_stride if isinstance(kv_layer, Fp8Pages) else kv_layer.stride(0),
+        pages,
+        page_stride,
         Q=query_heads,
         G=kv_heads,
         PAGE=page_size,

@@ -51,8 +51,9 @@ from antiphon.model.parallel.layout import ParallelLayout
 
 names = set()
 JITFunction.run = lambda self, *_, **__: names.add(self.fn.__name__)
-for ranks, page_size in ((1, 64), (2, 32)):
-    shape = WorkerShape(ParallelLayout(ranks), page_size, max_batch_size=3)
+for ranks, page_size, fp8_kv in ((1, 64, False), (2, 32, False), (2, 64, True), (2, 32, True)):
+    names.clear()
+    shape = WorkerShape(ParallelLayout(ranks), page_size, max_batch_size=3, fp8_kv=fp8_kv)
     launch_all(preset("gpt-oss-120b"), shape, "cpu")
     print(*sorted(names))
 """
@@ -98,13 +99,43 @@ def test_every_kernel_of_the_fast_model_is_launched(tmp_path: Path) -> None:
         source = "".join((ROOT / "kernels" / name).read_text() for name in files)
         return set(re.findall(r"^ +(_\w+)\[\(", source, re.M))
 
-    alone, with_ranks = (set(names.split()) for names in run(tmp_path, EVERY))
+    alone, with_ranks, fp8, small_fp8 = (set(names.split()) for names in run(tmp_path, EVERY))
     own = ("sampling.py", "router.py", "dense/norm.py", "dense/rope.py")
     own += ("attention/decode.py", "attention/split_parts.py")
     assert alone == launched(*own)
     assert with_ranks == alone | launched("portable_moe.py", "attention/prefill.py")
+    assert fp8 == with_ranks - launched("attention/prefill.py") | launched("attention/widen.py")
+    assert small_fp8 == with_ranks | launched("attention/widen.py", "attention/decode_fp8.py")
     assert len(alone) >= 9
     assert len(with_ranks) >= 13
+
+
+FP8_KERNELS = """
+import torch
+from antiphon.kernels.attention.decode_fp8 import Fp8DecodeAttention
+from antiphon.kernels.attention.widen import WidePages
+from antiphon.kernels.dense.rope import rope_and_write
+from antiphon.kernels.fp8_pages import Fp8Pages, head_bytes
+from antiphon.kernels.reference import PagedSequences
+
+def zeros(*shape, dtype=torch.int32):
+    return torch.zeros(shape, dtype=dtype)
+
+pages = Fp8Pages(zeros(1, 8, head_bytes(64, 64), dtype=torch.uint8), 64, 64)
+sequences = PagedSequences(zeros(1, 1), zeros(2), zeros(1) + 1, zeros(1, dtype=torch.int64))
+query, sinks = zeros(1, 64, 64, dtype=torch.bfloat16), zeros(64, dtype=torch.float32)
+with ahead.compile_only(ahead.triton_folder()) as compiled:
+    Fp8DecodeAttention(1, 64, 8, 64, query.device).full(query, pages, sequences, sinks, 0.1, query)
+    WidePages().widen(pages, sequences, torch.bfloat16)
+    qkv, rotation = zeros(1, 80 * 64, dtype=torch.bfloat16), zeros(1, 32, 2, dtype=torch.float32)
+    rope_and_write(qkv, sequences.slot, sequences.slot, rotation, pages, 64, query)
+print(*compiled)
+"""
+
+
+def test_the_kernels_of_fp8_pages_compile_for_an_h200(tmp_path: Path) -> None:
+    (compiled,) = run(tmp_path, FP8_KERNELS)
+    assert compiled.split() == ["_decode_full_fp8", "_merge_splits", "_widen_pages", "_rope_and_write"]
 
 
 def test_padding_is_routed_where_experts_are_whole(tmp_path: Path) -> None:
@@ -168,11 +199,15 @@ def test_which_libraries_a_layout_needs() -> None:
         "for layout in (ParallelLayout(1), ParallelLayout(4), ParallelLayout(4, expert_parallel=True)):\n"
         "    for samples in (True, False):\n"
         "        print(*(library.name for library in libraries(WorkerShape(layout, 64, 1, samples))))\n"
+        "for ranks in (1, 2):\n"
+        "    shape = WorkerShape(ParallelLayout(ranks), 64, 1, samples=False, fp8_kv=True)\n"
+        "    print(*(library.name for library in libraries(shape)))\n"
     )
     assert run(Path("/nowhere"), code) == [
         *["skinny moe prefill_attention"] * 2,
         *("prefill_attention peer_reduce", "prefill_attention"),
         *("prefill_attention moe peer_reduce", "prefill_attention moe"),
+        *("skinny moe prefill_attention fp8_attention", "prefill_attention fp8_attention"),
     ]
 
 

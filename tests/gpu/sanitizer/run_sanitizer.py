@@ -136,7 +136,7 @@ def _run(command: list[str]) -> tuple[int, list[str]]:
 
 def run_cases(names: Sequence[str], machine: Any, synchronize: Callable[[], None]) -> bool:
     """Run cases in this process between markers; whether all went well."""
-    from sanitizer_cases import CASES
+    from sanitizer_fp8_cases import CASES
 
     good = True
     for name in names:
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-    from sanitizer_cases import CASES
+    from sanitizer_fp8_cases import CASES
 
     names = list(CASES) if options.cases is None else options.cases.split(",")
     tools = options.tools.split(",")

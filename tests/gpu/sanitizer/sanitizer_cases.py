@@ -70,7 +70,9 @@ Run = Callable[[Machine], object]
 CASES: dict[str, Run] = {}
 
 
-def _case(name: str) -> Callable[[Run], Run]:
+def case(name: str) -> Callable[[Run], Run]:
+    """Adds a case."""
+
     def add(run: Run) -> Run:
         CASES[name] = run
         return run
@@ -78,7 +80,7 @@ def _case(name: str) -> Callable[[Run], Run]:
     return add
 
 
-def _sequences(machine: Machine, lengths: list[int], queries: list[int]) -> tuple[PagedSequences, int]:
+def sequences_of(machine: Machine, lengths: list[int], queries: list[int]) -> tuple[PagedSequences, int]:
     """Sequences in shuffled pages, the last query token of all not stored, and how many pages there are."""
     each = -(-max(lengths) // PAGE)
     pages = each * len(lengths) + 1
@@ -128,7 +130,7 @@ def _fp8(machine: Machine) -> Fp8Experts:
     )
 
 
-@_case("qkv_rope")
+@case("qkv_rope")
 def _qkv_rope(machine: Machine) -> None:
     heads, kv_heads = 64, 8
     rows = (heads + 2 * kv_heads) * HEAD_DIM
@@ -146,7 +148,7 @@ def _qkv_rope(machine: Machine) -> None:
         )
 
 
-@_case("output_projection")
+@case("output_projection")
 def _output_projection(machine: Machine) -> None:
     weight, bias = machine.random(skinny.HIDDEN, skinny.QUERY_WIDTH), machine.random(skinny.HIDDEN)
     for tokens, pdl in ((3, True), (16, False)):
@@ -154,7 +156,7 @@ def _output_projection(machine: Machine) -> None:
         skinny.output_projection_(x, weight, bias, residual, pdl=pdl)
 
 
-@_case("logits")
+@case("logits")
 def _logits(machine: Machine) -> None:
     weight = machine.random(1048, skinny.HIDDEN)
     for tokens, pdl in ((1, True), (9, False)):
@@ -162,7 +164,7 @@ def _logits(machine: Machine) -> None:
         skinny.logits(machine.random(tokens, skinny.HIDDEN), weight, out, pdl=pdl)
 
 
-@_case("route_grouped")
+@case("route_grouped")
 def _route_grouped(machine: Machine) -> None:
     weight, bias = machine.random(ALL_EXPERTS, DIM), machine.random(ALL_EXPERTS)
     workspace = decode.MoeWorkspace(40, ALL_EXPERTS, machine.device, FIRST_EXPERT, EXPERTS)
@@ -174,7 +176,7 @@ def _route_grouped(machine: Machine) -> None:
             )
 
 
-@_case("moe_streamed")
+@case("moe_streamed")
 def _moe_streamed(machine: Machine) -> None:
     """Both projections in one launch whose blocks wait for one another, for every token tile."""
     experts = _streamed(machine)
@@ -189,7 +191,7 @@ def _moe_streamed(machine: Machine) -> None:
         decode.moe_add_rms_norm(routing, experts, workspace, residual, machine.random(DIM), 1e-5)
 
 
-@_case("moe_mixed")
+@case("moe_mixed")
 def _moe_mixed(machine: Machine) -> None:
     experts = _streamed(machine)
     tops = [
@@ -206,7 +208,7 @@ def _moe_mixed(machine: Machine) -> None:
     )
 
 
-@_case("moe_fp8")
+@case("moe_fp8")
 def _moe_fp8(machine: Machine) -> None:
     experts = _fp8(machine)
     x, (ids, weights) = machine.random(45, DIM), _routing(machine, 45)
@@ -219,7 +221,7 @@ def _moe_fp8(machine: Machine) -> None:
         )
 
 
-@_case("fp8_project")
+@case("fp8_project")
 def _fp8_project(machine: Machine) -> None:
     workspace = fp8_projection.ProjectionWorkspace(300, machine.device)
     for columns, tokens in zip(fp8_projection.COLUMNS, (37, 300), strict=True):
@@ -230,16 +232,16 @@ def _fp8_project(machine: Machine) -> None:
             fp8_projection.project(machine.random(tokens, columns), matrix, workspace, tile=tile)
 
 
-@_case("chunk_add_norm")
+@case("chunk_add_norm")
 def _chunk_add_norm(machine: Machine) -> None:
     for tokens in (1, 37):
         delta, residual = machine.random(tokens, DIM), machine.random(tokens, DIM)
         chunk_norm.add_rms_norm_(delta, residual, machine.random(DIM), 1e-5)
 
 
-@_case("chunk_rope")
+@case("chunk_rope")
 def _chunk_rope(machine: Machine) -> None:
-    sequences, pages = _sequences(machine, [70], [37])
+    sequences, pages = sequences_of(machine, [70], [37])
     for kv_heads in (8, 2):
         cache = machine.random(pages, 2, kv_heads, 2, PAGE, HEAD_DIM)
         chunk_rope_and_write(
@@ -249,10 +251,10 @@ def _chunk_rope(machine: Machine) -> None:
         )
 
 
-@_case("prefill_attention_hopper")
+@case("prefill_attention_hopper")
 def _prefill_attention_hopper(machine: Machine) -> None:
     lengths, queries = [200, 65, 130], [90, 65, 1]
-    sequences, pages = _sequences(machine, lengths, queries)
+    sequences, pages = sequences_of(machine, lengths, queries)
     cache = machine.random(pages, 2, 2, 2, PAGE, HEAD_DIM)[:, 1]
     query, sinks = machine.random(sum(queries), 16, HEAD_DIM), machine.random(16, dtype=_F32)
     for window in (None, WINDOW):
@@ -262,7 +264,7 @@ def _prefill_attention_hopper(machine: Machine) -> None:
             )
 
 
-@_case("reduce_add_norm")
+@case("reduce_add_norm")
 def _reduce_add_norm(machine: Machine) -> None:
     """Of one rank, which waits for itself; what several say to each other is beyond these tools."""
     sizes = {OneShotReduce: peer_bytes(3, DIM, 1), TwoShotReduce: two_shot_bytes(3, DIM, 1)}
@@ -274,7 +276,7 @@ def _reduce_add_norm(machine: Machine) -> None:
             reduce.add_norm_(x, residual, machine.random(DIM), 1e-5)
 
 
-@_case("rms_norm")
+@case("rms_norm")
 def _rms_norm(machine: Machine) -> None:
     x, delta, weight = (
         machine.random(*shape, dtype=machine.triton_dtype) for shape in ((3, 200),) * 2 + ((200,),)
@@ -283,9 +285,9 @@ def _rms_norm(machine: Machine) -> None:
     norm.add_rms_norm_(delta, x, weight, 1e-5)
 
 
-@_case("rope_and_write")
+@case("rope_and_write")
 def _rope_and_write(machine: Machine) -> None:
-    sequences, pages = _sequences(machine, [70], [5])
+    sequences, pages = sequences_of(machine, [70], [5])
     dtype = machine.triton_dtype
     rope.rope_and_write(
         *(machine.random(5, 12 * HEAD_DIM, dtype=dtype), machine.integers(70, 5, dtype=torch.int64)),
@@ -295,7 +297,7 @@ def _rope_and_write(machine: Machine) -> None:
     )
 
 
-@_case("route")
+@case("route")
 def _route(machine: Machine) -> None:
     dtype = machine.triton_dtype
     weight, bias = machine.random(20, 192, dtype=dtype), machine.random(20, dtype=dtype)
@@ -303,10 +305,10 @@ def _route(machine: Machine) -> None:
         router.route(machine.random(17, 192, dtype=dtype), weight, bias, 4, live)
 
 
-@_case("decode_attention")
+@case("decode_attention")
 def _decode_attention(machine: Machine) -> None:
     lengths = [1, 64, 130]
-    sequences, pages = _sequences(machine, lengths, [1] * len(lengths))
+    sequences, pages = sequences_of(machine, lengths, [1] * len(lengths))
     dtype = machine.triton_dtype
     cache = machine.random(pages, 2, 2, 2, PAGE, HEAD_DIM, dtype=dtype)[:, 1]
     query, sinks = machine.random(3, 16, HEAD_DIM, dtype=dtype), machine.random(16, dtype=_F32)
@@ -316,10 +318,10 @@ def _decode_attention(machine: Machine) -> None:
         kernel.sliding(query, cache, sequences, sinks, WINDOW, 0.125, torch.empty_like(query))
 
 
-@_case("prefill_attention")
+@case("prefill_attention")
 def _prefill_attention(machine: Machine) -> None:
     lengths, queries = [70, 130], [20, 1]
-    sequences, pages = _sequences(machine, lengths, queries)
+    sequences, pages = sequences_of(machine, lengths, queries)
     dtype = machine.triton_dtype
     cache = machine.random(pages, 2, 2, 2, PAGE, HEAD_DIM, dtype=dtype)[:, 1]
     query, sinks = machine.random(21, 16, HEAD_DIM, dtype=dtype), machine.random(16, dtype=_F32)
@@ -327,7 +329,7 @@ def _prefill_attention(machine: Machine) -> None:
         prefill_attention(query, cache, sequences, sinks, window, 0.125, max(queries))
 
 
-@_case("choose_tokens")
+@case("choose_tokens")
 def _choose_tokens(machine: Machine) -> None:
     logits = machine.random(3, 3008, dtype=_F32)
     sampled = machine.integers(2, 3, dtype=torch.int64)
@@ -336,7 +338,7 @@ def _choose_tokens(machine: Machine) -> None:
     choose_tokens(logits, sampled, draws[0] + 0.5, draws[1], pdl=machine.pdl)
 
 
-@_case("moe_portable")
+@case("moe_portable")
 def _moe_portable(machine: Machine) -> None:
     hidden, inner, dtype = 128, 64, machine.triton_dtype
 
