@@ -14,6 +14,7 @@ PYTEST_ARGS ?=
 SEED ?=
 REQUESTS ?=
 CHAOS_ARGS ?=
+OUT ?= measured
 
 # An environment is reused only while the pins, the package's metadata and its own place are the same.
 SETUP_ID := $(shell { cat requirements/lock.txt pyproject.toml; echo '$(abspath $(VENV))'; } | sha256sum | cut -c1-16)
@@ -21,7 +22,7 @@ STAMP := $(VENV)/.installed-$(SETUP_ID)
 CLIENTS_ID := $(shell { cat requirements/clients.txt; echo '$(SETUP_ID)'; } | sha256sum | cut -c1-16)
 CLIENTS_STAMP := $(VENV)/.clients-$(CLIENTS_ID)
 
-.PHONY: help setup serve check test test-gpu sanitize-gpu sanitize-host bench chaos soak docs lock clean
+.PHONY: help setup serve check test test-gpu sanitize-gpu sanitize-host bench measure-gpu measure-two-gpus chaos soak docs lock clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -72,6 +73,15 @@ sanitize-host: $(STAMP) ## CUDA kernels compiled for this machine, under Address
 
 bench: $(STAMP) ## Measure the deployment on this machine
 	$(PY) -m antiphon.benchmarks.local_deployment --config $(CONFIG)
+
+# Each of the programs ends within ten minutes; the second runs though the first failed.
+measure-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## What one H200 is needed for, into OUT= (PY= as test-gpu)
+	PYTHONPATH=src $(PY) -m antiphon.benchmarks.one_gpu --out $(OUT) || status=$$?; \
+	PYTHONPATH=src $(PY) -m antiphon.benchmarks.start_up --out $(OUT) || status=$$?; \
+	exit $${status:-0}
+
+measure-two-gpus: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## What two H200s are needed for, into OUT=
+	PYTHONPATH=src $(PY) -m antiphon.benchmarks.two_gpus --out $(OUT)
 
 chaos: $(STAMP) ## Kill, stop and cut off parts of a deployment under load (SEED=, REQUESTS=)
 	$(PY) tests/chaos/chaos_run.py --requests $(or $(REQUESTS),2000) $(if $(SEED),--seed $(SEED)) $(CHAOS_ARGS)

@@ -10,7 +10,7 @@ Run: ``python -m antiphon.benchmarks.load DIRECTORY [--device cuda] [--resident-
 
 Files are dropped from the page cache by advice to the kernel, which it may decline; a record says how many
 bytes had to be read from the disk, so that a cold start that was none is seen. A CPU has no experts to
-convert: there it is cold and converted only.
+convert, and so none to store: there it is cold and converted only, and asking for another kind is an error.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from antiphon.model.weight_cache.store import WeightCache
 
 BENCH_LOAD = "load"
 KINDS = ("cold", "converted", "stored", "warm")
+CPU_KINDS = ("cold", "converted")
 _BLOCK = 1 << 24
 _IO_COUNTERS = Path("/proc/self/io")
 
@@ -183,15 +184,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--resident-fp8", action="store_true", help="hold FP8 experts for long chunks too")
     parser.add_argument("--like", help="make a checkpoint of this shape first")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="which, with commas between them")
+    parser.add_argument("--kinds", help="which, with commas between them; all that the device has by default")
     parser.add_argument("--cache", type=Path, help="an empty or absent folder; a temporary one by default")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS / "load.json")
     options = parser.parse_args(arguments)
     directory, device = options.directory.resolve(), torch.device(options.device)
-    kinds = options.kinds.split(",")
-    if not set(kinds) <= set(KINDS):
-        parser.error(f"--kinds {options.kinds}: expected some of {', '.join(KINDS)}")
+    there = CPU_KINDS if device.type == "cpu" else KINDS
+    kinds = options.kinds.split(",") if options.kinds is not None else list(there)
+    if not set(kinds) <= set(there):
+        parser.error(f"--kinds {options.kinds}: expected some of {', '.join(there)} on {device.type}")
     if options.like is not None:
         make_checkpoint(directory, options.like, device)
     with cache_in(options.cache) as cache:

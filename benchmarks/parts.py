@@ -5,15 +5,23 @@ One that hangs or breaks leaves the others their time; what a part wrote before 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 BENCHMARKS = "antiphon.benchmarks"
+LEAST_S = 5.0
+"""A part that has less left is not begun."""
+GRACE_S = 15.0
+"""For a part that ran out of time to stop what it started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +56,92 @@ def build_kernels(limit_s: float) -> bool:
     return all(process.returncode == 0 for process in running)
 
 
-def run(part: Part, deadline: float) -> bool:
-    """Whether a part ended well within its limit and what is left of the whole."""
+class Log:
+    """What is said, here and in a file at once."""
+
+    def __init__(self, file: Path) -> None:
+        self._file: IO[str] = file.open("a", buffering=1)
+        self._lock = threading.Lock()
+
+    def say(self, line: str) -> None:
+        """One line."""
+        with self._lock:
+            print(line, flush=True)
+            self._file.write(line + "\n")
+
+    def copy(self, source: IO[str]) -> None:
+        """Every line of a process, until it and its children have closed their end."""
+        with source:
+            for line in source:
+                self.say(line.rstrip("\n"))
+
+    def close(self) -> None:
+        """Nothing is said any more."""
+        with self._lock:
+            self._file.close()
+
+
+def run(part: Part, deadline: float, log: Log | None = None) -> bool:
+    """Whether a part ended well within its limit and what is left of the whole.
+
+    Args:
+        log: keeps what the part says, besides showing it.
+    """
+    say = _show if log is None else log.say
     limit_s = min(part.limit_s, deadline - time.monotonic())
-    if limit_s <= 5:
-        print(f"=== {part.name}: no time is left", flush=True)
+    if limit_s <= LEAST_S:
+        say(f"=== {part.name}: no time is left")
         return False
-    print(f"=== {part.name}, at most {limit_s:.0f} s", flush=True)
+    say(f"=== {part.name}, at most {limit_s:.0f} s")
     begin = time.monotonic()
-    process = subprocess.Popen([sys.executable, *part.arguments], start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, *part.arguments],
+        start_new_session=True,
+        text=True,
+        stdout=None if log is None else subprocess.PIPE,
+        stderr=None if log is None else subprocess.STDOUT,
+    )
+    copying: threading.Thread | None = None
+    if log is not None and process.stdout is not None:
+        copying = threading.Thread(target=log.copy, args=(process.stdout,), daemon=True)
+        copying.start()
     try:
         code: int | None = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-            process.wait()
+        _end_session(process)
+    if copying is not None:
+        copying.join(2.0)
     said = "ran out of time" if code is None else f"ended with {code}"
-    print(f"=== {part.name} {said} after {time.monotonic() - begin:.1f} s", flush=True)
+    say(f"=== {part.name} {said} after {time.monotonic() - begin:.1f} s")
     return code == 0
 
 
-def run_all(chosen: Sequence[Part], deadline: float) -> dict[str, bool]:
-    """Every part in turn; whether each ended well, by name. Prints a line that says so at the end."""
-    ended = {part.name: run(part, deadline) for part in chosen}
-    print("=== " + ", ".join(f"{name}: {'ok' if ok else 'FAILED'}" for name, ok in ended.items()), flush=True)
+def run_all(chosen: Sequence[Part], deadline: float, log: Log | None = None) -> dict[str, bool]:
+    """Every part in turn; whether each ended well, by name. Says a line about it at the end."""
+    ended = {part.name: run(part, deadline, log) for part in chosen}
+    line = "=== " + ", ".join(f"{name}: {'ok' if ok else 'FAILED'}" for name, ok in ended.items())
+    (_show if log is None else log.say)(line)
     return ended
+
+
+def _show(line: str) -> None:
+    print(line, flush=True)
+
+
+def _end_session(process: subprocess.Popen[str]) -> None:
+    """Let a part whose time is over stop what it started in other sessions (a deployment); kill the rest.
+
+    What it left running would take GPUs and memory from the next.
+    """
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def run_together(chosen: Sequence[Part], deadline: float, logs: Path) -> dict[str, bool]:
@@ -102,7 +169,7 @@ def run_together(chosen: Sequence[Part], deadline: float, logs: Path) -> dict[st
     finally:
         for process in running.values():
             if process.poll() is None:
-                os.killpg(process.pid, 9)
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     for name, good in ended.items():
         lines = (logs / f"{name}.log").read_text(errors="replace").splitlines()

@@ -12,24 +12,14 @@ say is kept in ``log.txt``. Ends with 1 if any part did.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
-from antiphon.benchmarks.parts import Part, build_kernels, module
+from antiphon.benchmarks.parts import Log, Part, build_kernels, module, run_all
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-LEAST_S = 5.0
-"""A part that has less left is not begun."""
-GRACE_S = 15.0
-"""For a part that ran out of time to stop what it started."""
 
 
 def gpu_parts(out: Path, model: str) -> tuple[Part, ...]:
@@ -87,76 +77,6 @@ def cpu_parts(out: Path) -> tuple[Part, ...]:
     )
 
 
-class Log:
-    """What is said, here and in a file at once."""
-
-    def __init__(self, file: Path) -> None:
-        self._file: IO[str] = file.open("a", buffering=1)
-        self._lock = threading.Lock()
-
-    def say(self, line: str) -> None:
-        """One line."""
-        with self._lock:
-            print(line, flush=True)
-            self._file.write(line + "\n")
-
-    def copy(self, source: IO[str]) -> None:
-        """Every line of a process, until it and its children have closed their end."""
-        with source:
-            for line in source:
-                self.say(line.rstrip("\n"))
-
-    def close(self) -> None:
-        """Nothing is said any more."""
-        with self._lock:
-            self._file.close()
-
-
-def run(part: Part, deadline: float, log: Log) -> bool:
-    """Whether a part ended well within its limit and what is left of the whole."""
-    limit_s = min(part.limit_s, deadline - time.monotonic())
-    if limit_s <= LEAST_S:
-        log.say(f"=== {part.name}: no time is left")
-        return False
-    log.say(f"=== {part.name}, at most {limit_s:.0f} s")
-    begin = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, *part.arguments],
-        start_new_session=True,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    if process.stdout is None:
-        raise RuntimeError("a part was started without a pipe")
-    copying = threading.Thread(target=log.copy, args=(process.stdout,), daemon=True)
-    copying.start()
-    try:
-        code: int | None = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        code = None
-    finally:
-        _end_session(process)
-    copying.join(2.0)
-    said = "ran out of time" if code is None else f"ended with {code}"
-    log.say(f"=== {part.name} {said} after {time.monotonic() - begin:.1f} s")
-    return code == 0
-
-
-def _end_session(process: subprocess.Popen[str]) -> None:
-    """Let a part whose time is over stop what it started in other sessions (a deployment); kill the rest.
-
-    What it left running would take GPUs and memory from the next.
-    """
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run every part."""
     parser = argparse.ArgumentParser(
@@ -190,8 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         begin = time.monotonic()
         good = build_kernels(150)
         log.say(f"=== kernels {'built' if good else 'NOT built'} in {time.monotonic() - begin:.0f} s")
-    ended = {part.name: run(part, deadline, log) for part in chosen}
-    log.say("=== " + ", ".join(f"{name}: {'ok' if ok else 'FAILED'}" for name, ok in ended.items()))
+    ended = run_all(chosen, deadline, log)
     return 0 if good and all(ended.values()) else 1
 
 

@@ -72,6 +72,17 @@ def test_a_checkpoint_is_made_where_there_is_none(tmp_path: Path) -> None:
         load.main([*arguments, "--kinds", "tepid"])
 
 
+@pytest.mark.parametrize("kinds", ["stored", "warm", "cold,stored"])
+def test_what_a_cpu_does_not_have_is_an_error_and_not_nothing(
+    kinds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(tmp_path / "made"), "--like", "tiny", "--device", "cpu", "--kinds", kinds]
+    with pytest.raises(SystemExit):
+        load.main([*arguments, "--out", str(tmp_path / "load.json")])
+    assert "expected some of cold, converted on cpu" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_cache_with_something_in_it_is_not_measured(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="not empty"), load.cache_in(tmp_path):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.benchmarks import two_gpus
-from antiphon.benchmarks.parts import Part
+from antiphon.benchmarks import parts as parts_module
+from antiphon.benchmarks.parts import Log, Part, run
 from antiphon.benchmarks.rank_sums import LIBRARY, ONE_SHOT, TWO_SHOT, crossovers
 from antiphon.benchmarks.records import Record
-from antiphon.benchmarks.two_gpus import Log, cpu_parts, gpu_parts, main, run
+from antiphon.benchmarks.two_gpus import cpu_parts, gpu_parts, main
 from antiphon.model.parallel.reduce_limits import BY_RANKS, ReduceLimits, limits_of
 
 CHILD = (
@@ -23,8 +23,8 @@ CHILD = (
 def test_every_part_ends_in_time_and_what_it_said_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(two_gpus, "GRACE_S", 0.5)
-    monkeypatch.setattr(two_gpus, "LEAST_S", 1.2)
+    monkeypatch.setattr(parts_module, "GRACE_S", 0.5)
+    monkeypatch.setattr(parts_module, "LEAST_S", 1.2)
     log = Log(tmp_path / "log.txt")
     parts = [
         Part("hangs", ("-c", CHILD), 3.0),
