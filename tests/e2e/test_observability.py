@@ -77,8 +77,8 @@ def test_one_request_is_in_the_logs_and_in_one_trace_of_all_three_processes(obse
     transfer = children(spans, work["prefill"])["kv_transfer"]
     assert transfer.process == "prefill-0"
     assert transfer.attributes["antiphon.bytes"] > 0
-    # By the one clock of this machine the router's own spans lie within the request. A worker may get its turn
-    # to record one only after the answer, but what the answer waited for took no longer than the answer.
+    # By the one clock of this machine the router's own spans lie within the request. A worker may get its
+    # turn to record one only after the answer, but what that waited for took no longer than the answer.
     for span in spans:
         assert root.start_s - 0.002 <= span.start_s <= span.end_s <= seen_at, span
     for span in own.values():
