@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from antiphon.cluster import cli_bench_peers
-from antiphon.cluster.bench_options import limit_s, parts, whole
+from antiphon.cluster.bench_options import durations_s, limit_s, parts, positive, whole
 from antiphon.protocol.errors import ConfigError
 
 bench_app = typer.Typer(help="Measure a server or the GPUs of this machine.", no_args_is_help=True)
@@ -42,6 +42,9 @@ def serve(
     requests: Annotated[int | None, typer.Option(min=1, help="Sessions in all.")] = None,
     duration: Annotated[str | None, typer.Option(help="Length of the run, such as 60s.")] = None,
     warmup: Annotated[str | None, typer.Option(help="Part left out of the figures, such as 10s.")] = None,
+    standing: Annotated[
+        int, typer.Option(min=0, help="Requests that a steady load finds in service, sent in the warm-up.")
+    ] = 0,
     input_tokens: Annotated[
         str, typer.Option(help="1000, uniform:low=..,high=.., lognormal:mean=..,sigma=.. or file:PATH.")
     ] = "1000",
@@ -88,6 +91,7 @@ def serve(
             requests=requests if requests or duration or trace else 100,
             duration_s=None if duration is None else parse_duration_s(duration, "duration"),
             warmup_s=0.0 if warmup is None else parse_duration_s(warmup, "warmup"),
+            standing=standing,
             input_tokens=input_tokens,
             output_tokens=output_tokens,
             shared_prefix_tokens=shared_prefix_tokens,
@@ -218,14 +222,23 @@ def split(
         typer.Option(help="Prompt tokens a step of a colocated engine; each limit takes the best of them."),
     ] = "512,2048,8192",
     attainment: Annotated[float, typer.Option(help="Share of requests that must keep the limits.")] = 0.9,
-    rate: Annotated[float, typer.Option(help="First load, requests per second.")] = 0.5,
+    rate: Annotated[
+        str,
+        typer.Option(
+            help="First load, requests per second; expected: near what the cost model expects of each "
+            "arrangement, mix and limit, with loads that begin steady."
+        ),
+    ] = "0.5",
     step: Annotated[float, typer.Option(help="Each load is so many times the one before.")] = 1.5,
     highest_rate: Annotated[float, typer.Option(help="No load above this.")] = 1000.0,
     refine: Annotated[
         int, typer.Option(help="Loads between the last that held and the first that did not.")
     ] = 1,
-    duration: Annotated[str, typer.Option(help="Of one load.")] = "60s",
-    warmup: Annotated[str, typer.Option(help="Part of it that is left out.")] = "10s",
+    duration: Annotated[
+        str, typer.Option(help="Of one load, such as 60s; mixes may differ: 20s,long-out=40s.")
+    ] = "60s",
+    warmup: Annotated[str, typer.Option(help="Part of it that is left out, likewise.")] = "10s",
+    drain: Annotated[str, typer.Option(help="Longest wait for answers after its last request.")] = "30s",
     server: Annotated[
         list[str] | None,
         typer.Option(
@@ -251,6 +264,7 @@ def split(
     from antiphon.benchmarks.records import RESULTS
     from antiphon.benchmarks.serve.slo import parse_duration_s
     from antiphon.benchmarks.split.command import Limits, run_command
+    from antiphon.benchmarks.split.loads import load_seconds
     from antiphon.benchmarks.split.mixes import parse_mixes
     from antiphon.configs.deployment_file import load_deployment
 
@@ -259,6 +273,7 @@ def split(
         tuple(parse_duration_s(each, "itl") * 1e3 for each in parts(itl)),
         attainment,
     )
+    durations, warmups = durations_s(duration, "duration"), durations_s(warmup, "warmup")
     deployment = load_deployment(config)
     if model is not None:  # under the same name, since the shape is the same
         name = deployment.model.name
@@ -270,12 +285,14 @@ def split(
         chunks=[whole(each, "chunks") for each in parts(chunks)],
         servers=[_named_url(each) for each in server or ()],
         only=parts(only),
-        first_rate_per_s=rate,
+        first_rate_per_s=None if rate == "expected" else positive(rate, "rate"),
         step=step,
         highest_rate_per_s=highest_rate,
         refine=refine,
-        duration_s=parse_duration_s(duration, "duration"),
-        warmup_s=parse_duration_s(warmup, "warmup"),
+        duration_s=durations.pop("", 60.0),
+        warmup_s=warmups.pop("", 10.0),
+        seconds=load_seconds(durations, warmups),
+        drain_s=parse_duration_s(drain, "drain"),
         output=RESULTS / "split.json" if output is None else output,
         again=again,
         limit_s=limit_s(limit),

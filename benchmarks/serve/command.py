@@ -22,7 +22,14 @@ from antiphon.benchmarks.serve.report import Document, report
 from antiphon.benchmarks.serve.runner import Limits, Run, run_closed_loop, run_open_loop
 from antiphon.benchmarks.serve.server_metrics import read_stages
 from antiphon.benchmarks.serve.slo import Slo
-from antiphon.benchmarks.serve.workload import Session, Shape, closed_loop, open_loop, read_trace
+from antiphon.benchmarks.serve.workload import (
+    Session,
+    Shape,
+    closed_loop,
+    open_loop,
+    read_trace,
+    standing,
+)
 from antiphon.protocol.errors import AntiphonError
 
 
@@ -47,6 +54,8 @@ class Options:
     requests: int | None = None
     duration_s: float | None = None
     warmup_s: float = 0.0
+    standing: int = 0
+    """Open loop: requests in service that the load begins with, sent within the first half of the warm-up."""
     input_tokens: str = "1000"
     output_tokens: str = "200"
     shared_prefix_tokens: int = 0
@@ -80,6 +89,8 @@ class Options:
         return values
 
 
+STANDING_SHARE = 0.5
+"""Of the warm-up: in the rest of it the standing requests settle."""
 KINDS: dict[str, Kind | None] = {"auto": None, "completions": "token-ids", "chat": "chat"}
 
 
@@ -105,14 +116,20 @@ def make_sessions(options: Options) -> list[Session]:
         None if options.turn_tokens is None else parse_lengths(options.turn_tokens, "turn-tokens"),
         options.think_s,
     )
+    begun = standing(shape, options.seed, options.standing, options.warmup_s * STANDING_SHARE)
     if options.users is not None:
+        if begun:
+            raise WorkloadError("standing requests are those of an open loop: users are there from the start")
         if options.users < 1:
             raise WorkloadError(f"users {options.users}: at least 1")
         if options.requests is None:
             raise WorkloadError("a closed loop needs a number of requests")
         return closed_loop(shape, options.seed, options.requests)
     arrivals = parse_arrivals(options.arrivals, options.rate_per_s)
-    return open_loop(shape, arrivals, options.seed, sessions=options.requests, duration_s=options.duration_s)
+    arriving = open_loop(
+        shape, arrivals, options.seed, sessions=options.requests, duration_s=options.duration_s
+    )
+    return sorted(begun + arriving, key=lambda session: session.arrives_s)
 
 
 def check(options: Options) -> None:

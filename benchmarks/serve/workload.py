@@ -9,7 +9,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from antiphon.benchmarks.serve.arrivals import Arrivals, WorkloadError
@@ -108,6 +108,27 @@ def open_loop(
         drawn.append(shape.draw(shape_rng, arrives_s))
     if not drawn:
         raise WorkloadError("no request falls into the run; raise the rate or the duration")
+    return drawn
+
+
+def standing(shape: Shape, seed: int, count: int, within_s: float) -> list[Session]:
+    """``count`` sessions of one turn that a load finds when it begins, sent evenly over its first seconds.
+
+    Their answers are cut to a uniformly drawn part, as those are of which a steady load has ``count`` in
+    service at any moment: with them a load of long answers is steady from the start.
+
+    Raises:
+        WorkloadError: there is no time to send them in.
+    """
+    if count < 0 or (count and within_s <= 0):
+        raise WorkloadError(f"{count} standing requests need a warm-up to be sent in")
+    rng = random.Random(f"{seed}/standing")
+    drawn = []
+    for index in range(count):
+        session = shape.draw(rng, within_s * (index + 0.5) / count)
+        first = session.turns[0]
+        left = max(1, round(rng.random() * first.output_tokens))
+        drawn.append(replace(session, turns=(replace(first, output_tokens=left),)))
     return drawn
 
 

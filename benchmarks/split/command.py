@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +11,14 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from antiphon.benchmarks.plan.cost_model import build
+from antiphon.benchmarks.records import load_results
 from antiphon.benchmarks.split.arrangements import Arrangement, colocated_of, split_of
+from antiphon.benchmarks.split.ladder import FEWEST_REQUESTS, Ladder
+from antiphon.benchmarks.split.loads import ExpectedLoads, FixedLoads, Seconds
 from antiphon.benchmarks.split.mixes import Mix
 from antiphon.benchmarks.split.observed import LoadRun, load_runs
-from antiphon.benchmarks.split.run import HttpLoad, Ladder, device_name, run_comparison
+from antiphon.benchmarks.split.run import DRAIN_S, HttpLoad, device_name, run_comparison
 from antiphon.benchmarks.split.verdict import Row, comparison
 from antiphon.configs.schema import DeploymentConfig
 
@@ -49,12 +53,14 @@ def run_command(
     chunks: Sequence[int],
     servers: Sequence[tuple[str, str]] = (),
     only: Sequence[str] = (),
-    first_rate_per_s: float = 0.5,
+    first_rate_per_s: float | None = 0.5,
     step: float = 1.5,
     highest_rate_per_s: float = math.inf,
     refine: int = 1,
     duration_s: float = 60.0,
     warmup_s: float = 10.0,
+    seconds: Mapping[str, Seconds] | None = None,
+    drain_s: float = DRAIN_S,
     output: Path,
     again: bool = False,
     limit_s: float = math.inf,
@@ -62,12 +68,22 @@ def run_command(
 ) -> None:
     """Measure what ``output`` does not hold yet, then print goodput by limit and who wins.
 
+    Args:
+        first_rate_per_s: where every ladder begins; None begins each near what the cost model expects,
+            searches for each limit, and starts loads with the requests that a steady load has in service.
+        seconds: durations and warm-ups of mixes by name, in place of the common ones.
+        drain_s: longest wait for answers after a load's last request.
+
     Raises:
         AntiphonError: an arrangement cannot be made, started or measured, or the time is over; what was
             measured is kept and printed.
     """
+    wanted = [each for each in arrangements_of(config, chunks, servers) if not only or each.name in only]
     ladder = Ladder(
-        first_rate_per_s,
+        # Any that is allowed, where ladders begin elsewhere.
+        max(1e-9, FEWEST_REQUESTS / (duration_s - warmup_s))
+        if first_rate_per_s is None
+        else first_rate_per_s,
         step,
         highest_rate_per_s,
         duration_s,
@@ -78,8 +94,11 @@ def run_command(
         refine,
     )
     device = device_name("cuda" in (config.prefill.device, config.decode.device))
-    load = HttpLoad(ladder, device, config.model.name, seed)
-    wanted = [each for each in arrangements_of(config, chunks, servers) if not only or each.name in only]
+    loads: FixedLoads | ExpectedLoads = FixedLoads(ladder, seconds or {})
+    if first_rate_per_s is None:
+        model = build(config.model.name, load_results())
+        loads = ExpectedLoads(ladder, seconds or {}, limits.itl_ms, model, wanted)
+    load = HttpLoad(loads.ladders, device, config.model.name, seed, drain_s, loads.standing)
     console = Console(stderr=True)
 
     def on_run(run: LoadRun, known: bool) -> None:

@@ -48,6 +48,8 @@ class LoadRun:
     date: str
     complaints: list[str] = field(default_factory=list)
     """Why the figures may be the load generator's."""
+    standing: int = 0
+    """Requests in service with which the load began."""
 
     @property
     def point(self) -> tuple[object, ...]:
@@ -119,6 +121,7 @@ class Point:
     mix: Mix
     rate_per_s: float
     duration_s: float
+    standing: int = 0
 
 
 def observed(point: Point, measured: Sequence[Observation], document: Document) -> LoadRun:
@@ -148,6 +151,7 @@ def observed(point: Point, measured: Sequence[Observation], document: Document) 
         commit=document["commit"],
         date=document["date"],
         complaints=list(document["generator_health"]["complaints"]),
+        standing=point.standing,
     )
 
 

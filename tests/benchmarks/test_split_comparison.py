@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 
-from antiphon.benchmarks.records import RecordError
+from antiphon.benchmarks.plan.cost_model import build
+from antiphon.benchmarks.records import Layout, RecordError
 from antiphon.benchmarks.serve.arrivals import WorkloadError
 from antiphon.benchmarks.split.arrangements import Arrangement, colocated_of, split_of
+from antiphon.benchmarks.split.expected import capacity_per_s, in_service, poisson_mean
+from antiphon.benchmarks.split.ladder import Ladder, RateSearch
+from antiphon.benchmarks.split.loads import ExpectedLoads, FixedLoads, Seconds, load_seconds
 from antiphon.benchmarks.split.mixes import MIXES, Mix, parse_mixes
 from antiphon.benchmarks.split.observed import LoadRun, append_run, best_within, load_runs
 from antiphon.benchmarks.split.run import (
     DRAIN_S,
     ComparisonIncomplete,
     HttpLoad,
-    Ladder,
-    RateSearch,
     device_name,
     run_comparison,
 )
@@ -111,8 +113,8 @@ def climbed(capacity: float, ladder: Ladder = LADDER) -> list[float]:
     [
         (5.0, [1, 2, 4, 8, 5.66, 4.76]),  # between 4 and 8: their geometric mean, then below it
         (7.0, [1, 2, 4, 8, 5.66, 6.73]),
-        (0.3, [1, 0.5, 0.25, 0.354, 0.297]),
-        (0.01, [1, 0.5, 0.25, 0.125, 0.062]),
+        (0.3, [1, 0.5, 0.125, 0.25, 0.354, 0.297]),  # down in strides that double, then as before
+        (0.01, [1, 0.5, 0.125]),  # a sixteenth of that would be too few requests to say anything
     ],
 )
 def test_the_load_rises_until_it_breaks(capacity: float, tried: list[float]) -> None:
@@ -127,6 +129,26 @@ def test_the_search_ends_at_the_highest_load_and_resumes() -> None:
         replace(LADDER, step=1.0)
     with pytest.raises(AntiphonError, match="at least 5 requests"):
         replace(LADDER, duration_s=4.0)
+
+
+def test_one_limit_s_loads_tell_of_another() -> None:
+    """Under 20 ms half of the requests are good from 2/s on; under 100 ms all are up to 8/s."""
+
+    def measured(rate: float) -> LoadRun:
+        requests = round(rate * 10)
+        itl = 15.0 if rate <= 2 else 40.0 if rate <= 8 else 200.0
+        return run(rate, ttft_ms=[100.0] * requests, itl_p99_ms=[itl] * requests)
+
+    loose = RateSearch(replace(LADDER, first_per_s=4.0, itl_ms=100.0, refine=0), [])
+    tight = RateSearch(replace(LADDER, first_per_s=3.0, itl_ms=20.0, refine=0), [])
+    tried = []
+    for search in (loose, tight):
+        while (rate := search.next_rate()) is not None:
+            tried.append(rate)
+            for each in (loose, tight):
+                each.add(measured(rate))
+    assert tried == pytest.approx([4, 8, 16, 3, 1.5], rel=0.02)
+    assert best_within([measured(rate) for rate in tried], 1000.0, 20.0, 0.9) is not None
 
 
 def test_goodput_by_hand() -> None:
@@ -195,7 +217,7 @@ async def test_servers_are_measured_by_http_and_only_what_is_missing(script: Any
         yield arrangement.url
 
     ladder = Ladder(10.0, 2.0, 20.0, 1.2, 0.2, 1000.0, 25.0, 0.9, refine=0)
-    load, mix = HttpLoad(ladder, "CPU", "m"), Mix("tiny", 5, 4)
+    load, mix = HttpLoad(FixedLoads(ladder, {}).ladders, "CPU", "m"), Mix("tiny", 5, 4)
     arrangements = [Arrangement("quick", 2, url=fast.url), Arrangement("slow", 2, url=slow.url)]
     lines: list[tuple[str, float, bool]] = []
 
@@ -240,7 +262,7 @@ async def test_one_that_does_not_start_and_too_little_time_leave_the_others_thei
         yield arrangement.url
 
     ladder = Ladder(10.0, 2.0, 20.0, 1.0, 0.2, 1000.0, 25.0, 0.9, refine=0)
-    load, output = HttpLoad(ladder, "CPU", "m"), tmp_path / "split.json"
+    load, output = HttpLoad(FixedLoads(ladder, {}).ladders, "CPU", "m"), tmp_path / "split.json"
 
     async def compare(limit_s: float) -> None:
         await run_comparison(
@@ -270,3 +292,109 @@ def test_a_gpu_that_is_not_there_is_said() -> None:
     assert device_name(uses_gpu=False) == "CPU"
     with pytest.raises(AntiphonError, match="there is none here"):
         device_name(uses_gpu=True)
+
+
+def test_what_is_expected_of_an_arrangement_by_hand() -> None:
+    model, config = build("gpt-oss-20b", []), deployment()
+    split, mix = split_of(config), Mix("chat", 1000, 500)
+    one = split.config
+    assert one is not None
+    context, layout = 1250.0, Layout()
+    step_s = model.decode_step_s(layout, 128, context)
+    decode_bound = 128 / (500 * step_s)
+    prompts = 0.85 / model.prefill_s(layout, 1000)
+    assert capacity_per_s(model, split, mix, 0.05) == pytest.approx(min(decode_bound, prompts))
+    # Half the step's time: a smaller batch; less than one sequence takes: none.
+    assert capacity_per_s(model, split, mix, step_s / 2) < decode_bound
+    assert capacity_per_s(model, split, mix, 1e-5) == 0.0
+    both = colocated_of(config, 8192)
+    each = 1 / (model.prefill_s(layout, 1000) + 500 * step_s / 128)
+    assert capacity_per_s(model, both, mix, 0.05) == pytest.approx(2 * each)
+    # In 5 ms no chunk of 1,000 tokens fits beside a step: few prompts may come in the time of an answer.
+    alone_s = model.decode_step_s(layout, 1, context)
+    rare = 2 * poisson_mean(4, 0.9) / (500 * alone_s)
+    assert capacity_per_s(model, both, mix, 0.005) == pytest.approx(rare)
+    assert rare < capacity_per_s(model, both, mix, 0.05)
+    assert capacity_per_s(model, Arrangement("other", 2, url="http://x"), mix, 0.05) > 0
+    # Little's law, at a batch whose step is its own.
+    found = in_service(model, split, mix, 10.0)
+    assert found == pytest.approx(10.0 * 500 * model.decode_step_s(layout, found, context), abs=1)
+    assert in_service(model, split, mix, 1e6) == 128
+    each = in_service(model, both, mix, 10.0) / 2  # of an engine that prompts keep from decoding
+    left = 1 - 5.0 * model.prefill_s(layout, 1000)
+    assert each == pytest.approx(5.0 * 500 * model.decode_step_s(layout, each, context) / left, abs=1)
+    assert poisson_mean(0, 0.9) == pytest.approx(-math.log(0.9))
+
+
+def test_ladders_begin_near_what_is_expected_and_chunks_that_cannot_win_are_left_out() -> None:
+    model, config = build("gpt-oss-20b", []), deployment()
+    split, small, large = split_of(config), colocated_of(config, 512), colocated_of(config, 8192)
+    mix = Mix("long-in", 5000, 250)
+    loads = ExpectedLoads(
+        replace(LADDER, duration_s=60.0, step=1.25),
+        {"long-in": Seconds(9.0, 2.0)},
+        (10.0, 20.0, 50.0),
+        model,
+        [split, small, large],
+    )
+    ladders = loads.ladders(split, mix)
+    assert [each.itl_ms for each in ladders] == [50.0, 20.0, 10.0]
+    assert {(each.duration_s, each.warmup_s, each.step) for each in ladders} == {(9.0, 2.0, 1.25)}
+    assert ladders[0].first_per_s == pytest.approx(0.9 * capacity_per_s(model, split, mix, 0.05))
+    # 8,192 tokens of prompt fit into no step of 20 ms, 512 do.
+    assert [each.itl_ms for each in loads.ladders(large, mix)] == [50.0, 10.0]
+    assert [each.itl_ms for each in loads.ladders(small, mix)][:2] == [50.0, 20.0]
+    assert loads.ladders(large, Mix("chat", 1000, 500))[0].duration_s == 60.0
+    assert loads.ladders(large, Mix("short", 500, 500)) == []  # as with chunks of 512
+    assert loads.ladders(small, Mix("short", 500, 500))
+    assert loads.standing(split, mix, 5.0) == in_service(model, split, mix, 5.0)
+    assert load_seconds({"chat": 9.0}, {"chat": 2.0}) == {"chat": Seconds(9.0, 2.0)}
+    with pytest.raises(ConfigError, match="chat: a duration and a warm-up"):
+        load_seconds({"chat": 9.0}, {})
+
+
+async def test_arrangements_share_the_time_and_mixes_take_turns(script: Any, tmp_path: Path) -> None:
+    fast = await script(first_s=0.01, gap_s=0.002)
+    ladder = Ladder(10.0, 2.0, 40.0, 1.0, 0.4, 1000.0, 25.0, 0.9, refine=0)
+    standing: list[tuple[str, float]] = []
+
+    def stands(arrangement: Arrangement, mix: Mix, rate: float) -> int:
+        standing.append((mix.name, rate))
+        return 3
+
+    load = HttpLoad(FixedLoads(ladder, {}).ladders, "CPU", "m", 0, 2.0, stands)
+    mixes, output = [Mix("a", 5, 4), Mix("b", 6, 4)], tmp_path / "split.json"
+
+    @asynccontextmanager
+    async def start(arrangement: Arrangement) -> AsyncIterator[str]:
+        assert arrangement.url is not None
+        yield arrangement.url
+
+    await run_comparison(
+        [Arrangement("one", 2, url=fast.url)],
+        mixes,
+        load,
+        output,
+        again=False,
+        on_run=lambda run, known: None,
+        start=start,
+    )
+    assert standing == [(name, rate) for rate in (10.0, 20.0, 40.0) for name in ("a", "b")]
+    runs = load_runs(output)
+    assert all(each.standing == 3 and each.requests for each in runs)
+    # 9 s for two of them: the first may use 4.5, in which no load of up to 6 s ends.
+    turns: list[str] = []
+    await_all = [Arrangement(name, 2, url=fast.url) for name in ("x", "y")]
+    slow = replace(ladder, duration_s=4.0, highest_per_s=1000.0)
+    with pytest.raises(ComparisonIncomplete, match=r"x, a: no time.*y, a: no time"):
+        await run_comparison(
+            await_all,
+            mixes[:1],
+            HttpLoad(FixedLoads(slow, {}).ladders, "CPU", "m", 0, 2.0),
+            output,
+            again=False,
+            on_run=lambda run, known: turns.append(run.arrangement),
+            start=start,
+            limit_s=9.0,
+        )
+    assert turns == ["y"]  # what the first left unused is the others'

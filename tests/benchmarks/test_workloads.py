@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.benchmarks.serve.arrivals import Arrivals, WorkloadError, parse_arrivals
+from antiphon.benchmarks.serve.command import Options, make_sessions
 from antiphon.benchmarks.serve.lengths import parse_lengths
 from antiphon.benchmarks.serve.observation import Observation, parse_server_timing
 from antiphon.benchmarks.serve.prompts import WORDS, ids_of, text_of
 from antiphon.benchmarks.serve.server_metrics import parse_stages
 from antiphon.benchmarks.serve.slo import Slo, goodput, parse_duration_s
 from antiphon.benchmarks.serve.statistics import percentile, summarise
-from antiphon.benchmarks.serve.workload import Segment, Shape, closed_loop, open_loop, read_trace
+from antiphon.benchmarks.serve.workload import (
+    Segment,
+    Shape,
+    closed_loop,
+    open_loop,
+    read_trace,
+    standing,
+)
 from antiphon.router.harmony.vocabulary import load_vocabulary
 
 
@@ -135,6 +144,28 @@ def test_a_load_has_an_end() -> None:
         open_loop(shape, arrivals, 0, sessions=None, duration_s=None)
     with pytest.raises(WorkloadError, match="no request"):
         open_loop(shape, arrivals, 0, sessions=None, duration_s=0.01)
+
+
+def test_a_load_may_find_requests_in_service() -> None:
+    """As many as were asked for, within the time, with every part of an answer left to them."""
+    shape = Shape(parse_lengths("100", "input-tokens"), parse_lengths("1000", "output-tokens"))
+    found = standing(shape, 7, 400, 2.0)
+    assert len(found) == 400
+    assert all(0 < session.arrives_s < 2 for session in found)
+    left = [session.turns[0].output_tokens for session in found]
+    assert min(left) >= 1
+    assert max(left) <= 1000
+    assert statistics.fmean(left) == pytest.approx(500, rel=0.1)
+    assert len({session.turns[0].added for session in found}) == 400
+    assert standing(shape, 7, 0, 0.0) == []
+    with pytest.raises(WorkloadError, match="warm-up"):
+        standing(shape, 7, 1, 0.0)
+    options = Options("http://x", rate_per_s=5.0, duration_s=10.0, warmup_s=4.0, standing=10)
+    times = [session.arrives_s for session in make_sessions(options)]
+    assert times == sorted(times)
+    assert sum(time < 2 for time in times) >= 10
+    with pytest.raises(WorkloadError, match="open loop"):
+        make_sessions(replace(options, users=3, requests=5))
 
 
 def test_every_word_is_one_token_of_the_model() -> None:
