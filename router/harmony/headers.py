@@ -116,9 +116,16 @@ _LONE_WORDS = frozenset({"assistant", "functions", "json", "code"})
 _HEADER_WORDS = (*Channel, "assistant", "to=functions.", "json", "code")
 
 
-def read_header(parts: Sequence[HeaderPart], origin: Origin, *, ended: bool) -> HeaderReading:
-    """Read a header; ``ended`` says that ``<|message|>`` closed it, so that none of it is body."""
-    return _HeaderScanner(parts, origin, ended).reading
+def read_header(
+    parts: Sequence[HeaderPart], origin: Origin, *, ended: bool, called: bool = False
+) -> HeaderReading:
+    """Read a header.
+
+    Args:
+        ended: ``<|message|>`` closed it, so that none of it is body.
+        called: ``<|call|>`` did, so that what looks like a recipient in front of a text is one.
+    """
+    return _HeaderScanner(parts, origin, ended, called).reading
 
 
 def is_cut_header(text: str) -> bool:
@@ -147,10 +154,11 @@ def _resembled(name: str) -> Channel | None:
 class _HeaderScanner:
     """Consumes a header from left to right; what it does not recognise is junk, or the body."""
 
-    def __init__(self, parts: Sequence[HeaderPart], origin: Origin, ended: bool) -> None:
+    def __init__(self, parts: Sequence[HeaderPart], origin: Origin, ended: bool, called: bool) -> None:
         self.reading = HeaderReading()
         self._origin = origin
         self._ended = ended
+        self._called = called
         self._alone = len(parts) == 1
         self._named_author = False
         for number, part in enumerate(parts):
@@ -251,14 +259,25 @@ class _HeaderScanner:
         text = part.text
         reading = self.reading
         opened = position
+        # Where recipients begin behind which nothing else was recognised, and what had been read before.
+        addressed: tuple[int, int, int] | None = None
         while True:
             position += len(text[position:]) - len(text[position:].lstrip())
             if position == len(text):
                 return
+            before = len(reading.recipients), len(reading.repairs)
             if (found := self._recognised(part, position)) is not None:
+                if len(reading.recipients) == before[0]:
+                    addressed = None  # a content type or a channel behind it: it stands in a header
+                elif addressed is None:
+                    addressed = (position, *before)
                 position = found
                 continue
             if body_may_follow:
+                if addressed is not None and self._is_text(text, position):
+                    position, recipients, repairs = addressed
+                    del reading.recipients[recipients:], reading.repairs[repairs:]
+                    reading.repairs.append(Repair.RECIPIENT_IN_TEXT)
                 reading.headless = part.marker == START and not reading.recipients and reading.channel is None
                 # Without any header the text is taken as it is; behind one, the space that parts them is not.
                 reading.body = text[opened:] if reading.headless else text[position:]
@@ -267,6 +286,14 @@ class _HeaderScanner:
             if junk is None:
                 return
             position = self._skip_junk(text, junk)
+
+    def _is_text(self, text: str, position: int) -> bool:
+        """Whether a recipient, and what stands at ``position`` behind it, are words of one text.
+
+        Recipients stand in headers only, and nothing has ended this one. It is a call's where it says so
+        itself, by the channel of calls, or by arguments; or where ``<|call|>`` followed.
+        """
+        return not (self._called or self.reading.channel is Channel.COMMENTARY or text[position] in "{[")
 
     def _skip_junk(self, text: str, word: re.Match[str]) -> int:
         """Step over a word that means nothing here; several in a row are a sentence, which is kept."""

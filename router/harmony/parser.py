@@ -206,7 +206,7 @@ class HarmonyParser:
                 self._repairs[Repair.CALL_WITHOUT_RECIPIENT] += 1
             self._close_body(complete=True)
         elif self._state is _State.HEADER:
-            self._abandoned_header()
+            self._abandoned_header(called=token == CALL)
         elif token != END_OF_TEXT:
             self._repairs[Repair.STRAY_TERMINATOR] += 1
         self._state = _State.BETWEEN
@@ -225,12 +225,15 @@ class HarmonyParser:
     def _is_empty_header(self) -> bool:
         return self._header_bytes == 0 and len(self._header) == 1
 
-    def _abandoned_header(self) -> None:
-        """A header that ended without ``<|message|>``: what is not header in it is the message."""
+    def _abandoned_header(self, *, called: bool = False) -> None:
+        """A header that ended without ``<|message|>``: what is not header in it is the message.
+
+        ``called`` is that ``<|call|>`` ended it.
+        """
         if self._is_empty_header():
             return
         self._repairs[Repair.MESSAGE_MISSING] += 1
-        reading = read_header(self._parts(), self._origin, ended=False)
+        reading = read_header(self._parts(), self._origin, ended=False, called=called)
         # An answer may be a dash or a dot; between messages, or behind a channel, that is noise.
         may_be_noise = self._origin is not Origin.PROMPT or not reading.headless
         nowhere = reading.channel is None and not reading.recipients and bool(reading.body)

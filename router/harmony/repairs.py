@@ -25,6 +25,7 @@ class Repair(StrEnum):
     CHANNEL_GLUED = "channel_glued"
     CHANNEL_REPEATED = "channel_repeated"
     CHANNEL_UNMARKED = "channel_unmarked"
+    RECIPIENT_IN_TEXT = "recipient_in_text"
     RECIPIENT_REPEATED = "recipient_repeated"
     RECIPIENT_UNMARKED = "recipient_unmarked"
     RECIPIENT_SPELLING = "recipient_spelling"
