@@ -49,7 +49,9 @@ class EncodingPool:
     """
 
     def __init__(self, formatter: ChatFormatter, processes: int) -> None:
+        """Raises what pickling raises when there are processes that the formatter cannot go to."""
         self._formatter = formatter
+        self._pickled_formatter = pickle.dumps(formatter) if processes else b""
         self._processes = processes
         self._threads = ThreadPoolExecutor(max(processes, 1), thread_name_prefix="encoding")
         self._own = threading.local()
@@ -125,7 +127,7 @@ class EncodingPool:
             with self._lock:
                 if self._closed:
                     raise EncodingCrashed("the router stops")
-                process = self._own.process = _EncodingProcess(self._formatter)
+                process = self._own.process = _EncodingProcess(self._pickled_formatter)
                 self._running.add(process)
         return process
 
@@ -133,7 +135,7 @@ class EncodingPool:
 class _EncodingProcess:
     """One process and the pipes to it; used by one thread at a time."""
 
-    def __init__(self, formatter: ChatFormatter) -> None:
+    def __init__(self, pickled_formatter: bytes) -> None:
         # What can be imported here can be there, however it came to be so.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._process = subprocess.Popen(
@@ -145,7 +147,7 @@ class _EncodingProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._jobs, self._answers = self._process.stdin, self._process.stdout
-        self._hello: bytes | None = pickle.dumps(formatter)
+        self._hello: bytes | None = pickled_formatter
 
     def answer(self, job: bytes) -> tuple[Outcome, object]:
         """What comes back of a pickled job.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -73,7 +74,7 @@ class RunningRouter:
     ) -> None:
         self._answer = answer
         self._max_context_tokens = max_context_tokens
-        self.formatter = HarmonyFormatter(current_date=lambda: "2025-06-28")
+        self.formatter = HarmonyFormatter(current_date=datetime.date(2025, 6, 28).isoformat)
         vocabulary = self.formatter.vocabulary
         self._grammars = GrammarCompiler(
             vocabulary.pieces, range(FIRST_SPECIAL, vocabulary.size), vocabulary.encode

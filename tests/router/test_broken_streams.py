@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 
 import openai
@@ -108,7 +109,7 @@ async def test_a_response_fails_with_what_there_was(failing):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_usage_is_exact_when_an_attempt_was_lost(deploy, stream):
-    harmony = HarmonyFormatter(current_date=lambda: "2025-06-28")
+    harmony = HarmonyFormatter(current_date=datetime.date(2025, 6, 28).isoformat)
     thought = "Let me think about this for a while, since it is not easy at all."
     answer = harmony.vocabulary.encode_marked(
         f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant<|channel|>final<|message|>"

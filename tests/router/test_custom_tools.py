@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from typing import Any
 
@@ -46,7 +47,7 @@ def responses_tool(name: str, form: dict[str, Any] | None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def harmony() -> HarmonyFormatter:
-    return HarmonyFormatter(current_date=lambda: "2025-06-28")
+    return HarmonyFormatter(current_date=datetime.date(2025, 6, 28).isoformat)
 
 
 def called_with(harmony: HarmonyFormatter, name: str, arguments: str) -> list[int]:

@@ -176,6 +176,14 @@ async def test_a_process_that_cannot_live_ends_the_job_and_not_the_router():
     assert children() == before
 
 
+async def test_a_formatter_that_cannot_go_to_a_process_is_told_at_the_start():
+    ours = HarmonyFormatter(current_date=lambda: "2026-01-01")
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        EncodingPool(ours, 1)
+    with pool_of(ours, processes=0) as pool:
+        assert await pool.run(LONG, HarmonyFormatter.encode, "one") == ours.encode("one")
+
+
 async def test_what_a_crash_says_is_where_and_not_what():
     with pool_of(ByteFormatter()) as pool, pytest.raises(EncodingCrashed, match="AttributeError") as caught:
         await pool.run(LONG, getattr, "a client's text")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 
 import pytest
@@ -29,7 +30,7 @@ CALL = (
 
 @pytest.fixture(scope="module")
 def harmony() -> HarmonyFormatter:
-    return HarmonyFormatter(current_date=lambda: "2025-06-28")
+    return HarmonyFormatter(current_date=datetime.date(2025, 6, 28).isoformat)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def harmony() -> HarmonyFormatter:
-    return HarmonyFormatter(current_date=lambda: "2025-06-28")
+    return HarmonyFormatter(current_date=datetime.date(2025, 6, 28).isoformat)
 
 
 def of_chat_document(document: dict[str, Any]) -> Seen:
