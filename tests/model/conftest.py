@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.checkpoint.layout import Layout
-from antiphon.model.checkpoint.load import load_model
+from antiphon.model.checkpoint.load import fill, load_model
 from antiphon.model.checkpoint.synthesize import synthesize, synthesize_parameters
 from antiphon.model.checkpoint.write import write_checkpoint
 from antiphon.model.config import GptOssConfig
 from antiphon.model.forward import ForwardBatch
+from antiphon.model.parallel.layout import ParallelLayout
 from antiphon.model.parallel.rank_group import RankGroup
+from antiphon.model.parallel.sharding import shard_parameters
 from antiphon.model.parallel.transformer import ParallelTransformer
 from antiphon.model.transformer import Transformer
 
@@ -175,3 +178,29 @@ def in_ranks() -> Ranks:
 @pytest.fixture(scope="session")
 def spread_config() -> GptOssConfig:
     return SPREAD
+
+
+@pytest.fixture(scope="session")
+def small() -> GptOssConfig:
+    """The same with two layers."""
+    return replace(SPREAD, num_hidden_layers=2)
+
+
+def build_part(config: GptOssConfig, group: RankGroup, **options: Any) -> ParallelTransformer:
+    """This rank's part of a random model."""
+    layout = ParallelLayout(group.size, True, group.rank)
+    model = ParallelTransformer(config, layout, group.communicator, torch.float32, **options)
+    fill(
+        model,
+        (
+            (name, part)
+            for name, part in shard_parameters(config, layout, synthesize_parameters(config))
+            if model.unembedding is not None or name != "unembedding.weight"
+        ),
+    )
+    return model
+
+
+@pytest.fixture(scope="session")
+def build() -> Callable[..., ParallelTransformer]:
+    return build_part

@@ -1,0 +1,96 @@
+"""How ranks meet: all of them, on this host, with the same model, however long loading takes."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from antiphon.model.config import GptOssConfig
+from antiphon.model.parallel.follower import FollowerLoop
+from antiphon.model.parallel.leader import LeaderModel
+from antiphon.model.parallel.rank_group import RankGroup, open_store
+from antiphon.model.parallel.transformer import ParallelTransformer
+from antiphon.protocol.errors import ConfigError, RankLostError
+
+Build = Callable[..., ParallelTransformer]
+Ranks = Callable[..., list[Any]]
+PAGE = 8
+
+
+def test_a_rank_that_still_loads_is_waited_for(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any, build: Build
+) -> None:
+    """Loading may take longer than any operation of a step."""
+
+    def work(group: RankGroup) -> bool:
+        model = build(small, group)
+        if group.rank > 0:
+            time.sleep(4.0)
+            FollowerLoop(model, one_sequence(model, 8, PAGE), group).run()
+            return True
+        leader = LeaderModel(model, group)
+        leader.start()
+        leader.close()
+        return True
+
+    assert in_ranks(2, work, timeout_s=2.0) == [True, True]
+
+
+Change = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 16}, r"num_experts: rank 0 has 8, rank 1 has 16"),
+        ({"rms_norm_eps": 1e-6}, r"rms_norm_eps: rank 0 has 1e-05, rank 1 has 1e-06"),
+    ],
+)
+def test_ranks_with_different_models_do_not_start(
+    change: Change, message: str, small: GptOssConfig, in_ranks: Ranks, one_sequence: Any, build: Build
+) -> None:
+    def work(group: RankGroup) -> None:
+        model = build(small if group.rank == 0 else replace(small, **change), group)
+        if group.rank == 0:
+            with pytest.raises(ConfigError, match=message):
+                LeaderModel(model, group).start()
+        else:
+            with pytest.raises(ConfigError, match=message):
+                FollowerLoop(model, one_sequence(model, 8, PAGE), group).run()
+
+    in_ranks(2, work)
+
+
+def test_a_rank_that_does_not_appear_is_named_as_such() -> None:
+    with pytest.raises(RankLostError, match=r"rank 0 of 2: the ranks did not all join within 1 s"):
+        RankGroup.join(dist.HashStore(), 0, 2, join_timeout_s=1.0)
+
+
+def test_the_meeting_place_is_open_to_this_host_only() -> None:
+    store = open_store(0, 2)
+    connections = psutil.Process().net_connections("tcp")
+    listening = {
+        c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == store.port
+    }
+    assert listening == {"127.0.0.1"}
+    other = open_store(1, 2, port=store.port, timeout_s=5.0)
+    store.set("word", "said")
+    assert other.get("word") == b"said"
+
+
+def test_a_meeting_place_that_is_taken_or_not_there_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            RankLostError, match=rf"rank 0 of 2: no meeting place at 127\.0\.0\.1:{port}: .*in use"
+        ):
+            open_store(0, 2, port=port)
+    with pytest.raises(RankLostError, match=rf"rank 1 of 2: no meeting place at 127\.0\.0\.1:{port}"):
+        open_store(1, 2, port=port, timeout_s=1.0)

@@ -1,0 +1,163 @@
+"""Ranks that fail, fall silent or differ: whoever waits for them is released, and soon."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.model.config import GptOssConfig
+from antiphon.model.parallel.follower import FollowerLoop
+from antiphon.model.parallel.leader import LeaderModel
+from antiphon.model.parallel.rank_group import RankGroup
+from antiphon.model.parallel.transformer import ParallelTransformer
+from antiphon.protocol.errors import ConfigError, RankLostError
+
+Build = Callable[..., ParallelTransformer]
+Ranks = Callable[..., list[Any]]
+PAGE = 8
+
+
+def prompt(config: GptOssConfig, length: int) -> Tensor:
+    return torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "page", "message"),
+    [(64, 8, r"full pages: rank 0 has 4, this one 8"), (16, 4, r"page size: rank 0 has 8, this one 4")],
+)
+def test_a_follower_with_other_pages_refuses_the_step_and_releases_the_leader(
+    capacity: int,
+    page: int,
+    message: str,
+    small: GptOssConfig,
+    in_ranks: Ranks,
+    one_sequence: Any,
+    build: Build,
+) -> None:
+    def work(group: RankGroup) -> None:
+        model = build(small, group)
+        if group.rank == 0:
+            kv = one_sequence(model, 32, PAGE)
+            leader = LeaderModel(model, group)
+            leader.start()
+            begin = time.monotonic()
+            with pytest.raises(RankLostError, match="rank 0 of 2"):
+                leader.forward(kv.batch(prompt(small, 8), 0), kv)
+            assert time.monotonic() - begin < 10  # long before the timeout of 30 s
+            with pytest.raises(RankLostError, match="stopped before"):
+                leader.logits(torch.zeros(1, small.hidden_size))
+            leader.close()
+        else:
+            with pytest.raises(ConfigError, match=message):
+                FollowerLoop(model, one_sequence(model, capacity, page), group).run()
+
+    in_ranks(2, work)
+
+
+def test_a_failure_on_rank_0_releases_the_others(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any, build: Build
+) -> None:
+    """Rank 0's step fails half-way, for a reason of its own; the others must not wait for the rest of it."""
+    lost: list[BaseException] = []
+    released = threading.Event()
+
+    def fail(layer: int) -> None:
+        raise MemoryError(f"no memory after layer {layer}")
+
+    def work(group: RankGroup) -> None:
+        model = build(small, group)
+        kv = one_sequence(model, 8, PAGE)
+        if group.rank == 0:
+            leader = LeaderModel(model, group, on_lost=lost.append)
+            leader.start()
+            with pytest.raises(MemoryError):
+                leader.forward(kv.batch(prompt(small, 8), 0), kv, fail)
+            assert released.wait(10)  # long before the timeout of 30 s, and before anybody tidies up here
+            leader.close()
+        else:
+            with pytest.raises(RankLostError, match="rank 1 of 2"):
+                FollowerLoop(model, kv, group).run()
+            released.set()
+
+    in_ranks(2, work)
+    assert [type(error) for error in lost] == [MemoryError]
+
+
+def test_a_quiet_leader_is_not_taken_for_a_dead_one(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any, build: Build
+) -> None:
+    """No request comes for longer than an operation may take."""
+
+    def work(group: RankGroup) -> bool:
+        model = build(small, group)
+        kv = one_sequence(model, 8, PAGE)
+        if group.rank == 0:
+            leader = LeaderModel(model, group)
+            leader.start()
+            time.sleep(5.0)
+            leader.forward(kv.batch(prompt(small, 8), 0), kv)
+            leader.close()
+        else:
+            FollowerLoop(model, kv, group).run()
+        return True
+
+    assert in_ranks(2, work, timeout_s=3.0) == [True, True]
+
+
+def test_a_silent_follower_is_noticed_while_nothing_is_asked(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any, build: Build
+) -> None:
+    """It holds its connection open and answers no more."""
+    noticed = threading.Event()
+
+    def work(group: RankGroup) -> None:
+        model = build(small, group)
+        if group.rank == 0:
+            leader: LeaderModel
+
+            def on_lost(error: BaseException) -> None:
+                leader.close()
+                noticed.set()
+
+            leader = LeaderModel(model, group, heartbeat_s=0.2, on_lost=on_lost)
+            leader.start()
+            assert noticed.wait(15)
+            with pytest.raises(RankLostError, match="stopped before"):
+                leader.logits(torch.zeros(1, small.hidden_size))
+            leader.close()
+        else:
+            group.agree(model.facts())
+            assert noticed.wait(15)
+
+    in_ranks(2, work, timeout_s=1.5)
+
+
+def publish_until_noticed(leader: LeaderModel) -> None:
+    """A message may be on its way before the other end has closed."""
+    for _ in range(100):
+        leader.publish(b"more")
+        time.sleep(0.05)
+
+
+def test_a_message_that_nobody_takes_is_an_error(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any, build: Build
+) -> None:
+    def work(group: RankGroup) -> None:
+        model = build(small, group)
+        if group.rank == 0:
+            leader = LeaderModel(model, group)
+            leader.start()
+            leader.publish(b"four")
+            with pytest.raises(RankLostError):
+                publish_until_noticed(leader)
+        else:
+            with pytest.raises(ConfigError, match="4 bytes"):
+                FollowerLoop(model, one_sequence(model, 8, PAGE), group).run()
+
+    in_ranks(2, work)
