@@ -31,8 +31,8 @@ class ModelConfig(Section):
     """Arithmetic and KV type of the plain road; float32 on CPUs."""
     kv_dtype: Literal["same", "fp8_e4m3"] = "same"
     """What the pages of full-attention layers hold: ``same`` is ``dtype``; ``fp8_e4m3`` are e4m3 numbers with
-    a power-of-two scale for each token and kv head, about half of bfloat16's bytes to keep, ship and read,
-    and less exact. Sliding layers keep ``dtype``. Needs GPUs from sm_89 on, and pages of a multiple of 16."""
+    a bfloat16 scale for each token and kv head, about half of bfloat16's bytes to keep, ship and read, and
+    less exact. Sliding layers keep ``dtype``. Needs GPUs from sm_89 on, and pages of a multiple of 16."""
     max_context_tokens: int | None = pydantic.Field(None, ge=2)
     """Prompt + output limit; the checkpoint's own when absent."""
 

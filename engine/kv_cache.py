@@ -111,7 +111,7 @@ class PagedKvCache:
                 numbers = 2 * self.page_size * self.model.head_dim
                 bits = torch.randn((*part.shape[:3], numbers), device=self.device) * 100.0
                 part[..., :numbers] = bits.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
-                part[..., numbers:] = 120  # a scale of 2^-7
+                part[..., numbers:].view(torch.bfloat16).fill_(0.01)
 
     def probe_page(self, group: str) -> int:
         """The page of a group that no sequence ever holds."""

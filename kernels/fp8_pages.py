@@ -1,11 +1,9 @@
-"""Pages whose keys and values are e4m3 numbers, with a power-of-two scale for each token and kv head.
+"""Pages whose keys and values are e4m3 numbers, with a bfloat16 scale for each token and kv head.
 
-A head's part of a page is its keys [S, D] and its values [S, D], a byte each, then the exponents of the
-scales of its keys [S] and of its values [S], a byte each: 2 S (D + 1) bytes. A scale belongs to one token, so
-a token is written once and never again, whatever comes after it. Its exponent is the smallest with which the
-largest of the D magnitudes is at most 448, the largest e4m3 number. Powers of two lose nothing against other
-scales but part of one binade of the range, and a number times its scale is exact in bfloat16 (3 bits of
-mantissa): a kernel may widen first or scale afterwards, and all agree.
+A head's part of a page is its keys [S, D] and its values [S, D], a byte each, then the scales of its keys [S]
+and of its values [S], two bytes each: 2 S (D + 2) bytes. A scale belongs to one token, so a token is written
+once and never again, whatever comes after it. It maps the largest of the D magnitudes to 448, the largest
+e4m3 number, so that this one is kept to bfloat16's precision; ``docs/kv-precision.md`` compares other scales.
 """
 
 from __future__ import annotations
@@ -16,17 +14,15 @@ import torch
 from torch import Tensor
 
 E4M3_MAX = 448.0
-EXPONENT_BIAS = 127
-MIN_EXPONENT = 1
-MAX_EXPONENT = 190
-"""Biased. Beyond 448 x 2^63 magnitudes saturate; kernels may then fold 2^60 into a scale."""
+MIN_SCALE = 2.0**-100
+"""Of a token whose numbers are all (nearly) zero."""
 PAGE_MULTIPLE = 16
 """Positions of a page are a multiple of this, so that heads begin at multiples of 16 bytes."""
 
 
 def head_bytes(page_size: int, head_dim: int) -> int:
     """Bytes of one head of one layer of a page, keys and values."""
-    return 2 * page_size * (head_dim + 1)
+    return 2 * page_size * (head_dim + 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +30,7 @@ class Fp8Pages:
     """One layer's pages.
 
     Attributes:
-        data: [N, G, 2 S (D + 1)] uint8 view; a page's heads are contiguous, pages may lie apart.
+        data: [N, G, 2 S (D + 2)] uint8 view; a page's heads are contiguous, pages may lie apart.
         page_size: S, a multiple of 16.
         head_dim: D.
 
@@ -66,20 +62,22 @@ class Fp8Pages:
         return self.data[:, :, : 2 * self.page_size * self.head_dim].view(self.shape)
 
     @property
-    def exponents(self) -> Tensor:
-        """[N, G, 2, S] uint8 view: of the scales, biased by 127."""
-        return self.data[:, :, 2 * self.page_size * self.head_dim :].view(self.shape[:-1])
+    def scales(self) -> Tensor:
+        """[N, G, 2, S] bfloat16 view."""
+        return (
+            self.data[:, :, 2 * self.page_size * self.head_dim :].view(torch.bfloat16).view(self.shape[:-1])
+        )
 
     def write(self, key: Tensor, value: Tensor, page: Tensor, offset: Tensor) -> None:
         """Store [T, G, D] keys and values at pages and offsets [T] int64."""
         for half, numbers in enumerate((key, value)):
-            codes, exponents = quantise(numbers)
+            codes, scales = quantise(numbers)
             self.codes[page, :, half, offset] = codes
-            self.exponents[page, :, half, offset] = exponents
+            self.scales[page, :, half, offset] = scales
 
     def widened(self, pages: Tensor) -> Tensor:
         """[P] int64 -> [P, G, 2, S, D] float32: what these pages hold."""
-        return dequantise(self.codes[pages], self.exponents[pages])
+        return dequantise(self.codes[pages], self.scales[pages])
 
 
 KvLayer = Tensor | Fp8Pages
@@ -93,21 +91,17 @@ def pages_of(layer: KvLayer) -> tuple[Tensor, int]:
 
 
 def quantise(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., D] -> e4m3 bits [..., D] uint8, biased exponents of their scales [...] uint8.
+    """[..., D] -> e4m3 bits [..., D] uint8, their scales [...] bfloat16.
 
     Rounds to nearest, ties to even. NaN stays NaN.
     """
     numbers = numbers.float()
-    peak = numbers.abs().amax(-1)
-    # Of the bits of m x 2^x (1 <= m < 2) the addition carries into the exponent where m > 1.75 = 448 / 2^8.
-    exponent = ((peak.view(torch.int32) + 0x1FFFFF) >> 23) - 8
-    exponent = exponent.clamp(MIN_EXPONENT, MAX_EXPONENT)
-    inverse = ((254 - exponent) << 23).view(torch.float32)
-    scaled = (numbers * inverse[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
-    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), exponent.to(torch.uint8)
+    # Kernels do the same operations in float32, so that all write the same bytes.
+    scales = (numbers.abs().amax(-1) * (1.0 / E4M3_MAX)).clamp_min(MIN_SCALE).bfloat16()
+    scaled = (numbers * scales.float().reciprocal()[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
 
 
-def dequantise(codes: Tensor, exponents: Tensor) -> Tensor:
-    """e4m3 bits [..., D], biased exponents [...] -> [..., D] float32."""
-    scale = (exponents.int() << 23).view(torch.float32)
-    return codes.contiguous().view(torch.float8_e4m3fn).float() * scale[..., None]
+def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
+    """e4m3 bits [..., D], scales [...] -> [..., D] float32."""
+    return codes.contiguous().view(torch.float8_e4m3fn).float() * scales.float()[..., None]

@@ -87,8 +87,8 @@ def _head_bytes(fingerprint: KvFingerprint, kv_dtype: str) -> int:
     size = DTYPE_BYTES.get(kv_dtype)
     if size is not None:
         return 2 * fingerprint.page_size_tokens * width * size
-    if kv_dtype == FP8_E4M3:  # a byte for each number, and one for the scale of a token's numbers
-        return 2 * fingerprint.page_size_tokens * (width + 1)
+    if kv_dtype == FP8_E4M3:  # a byte for each number, and two for the scale of a token's numbers
+        return 2 * fingerprint.page_size_tokens * (width + 2)
     raise HandshakeError(f"unknown KV dtype {kv_dtype!r}")
 
 

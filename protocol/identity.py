@@ -20,7 +20,7 @@ PROTOCOL_VERSION = 4
 """
 
 FP8_E4M3 = "fp8_e4m3"
-"""KV type of pages of e4m3 numbers with a power-of-two scale for each token and kv head."""
+"""KV type of pages of e4m3 numbers with a bfloat16 scale for each token and kv head."""
 
 
 class Role(StrEnum):

@@ -36,29 +36,28 @@ def _attend_fp8_page(
     offset = tl.arange(0, PAGE)
     at = offset[:, None] * DIM + tl.arange(0, DIM)[None, :]
     base = head_base + tl.load(table_row + i).to(tl.int64) * page_stride
+    scales = (base + 2 * PAGE * DIM).to(tl.pointer_type(tl.bfloat16))
     if MASKED:
         visible = i * PAGE + offset < length
         key = tl.load(base + at, mask=visible[:, None], other=0)
         value = tl.load(base + PAGE * DIM + at, mask=visible[:, None], other=0)
-        key_exponent = tl.load(base + 2 * PAGE * DIM + offset, mask=visible, other=0)
-        value_exponent = tl.load(base + 2 * PAGE * DIM + PAGE + offset, mask=visible, other=0)
+        key_scale = tl.load(scales + offset, mask=visible, other=0.0)
+        value_scale = tl.load(scales + PAGE + offset, mask=visible, other=0.0)
     else:
         key = tl.load(base + at)
         value = tl.load(base + PAGE * DIM + at)
-        key_exponent = tl.load(base + 2 * PAGE * DIM + offset)
-        value_exponent = tl.load(base + 2 * PAGE * DIM + PAGE + offset)
+        key_scale = tl.load(scales + offset)
+        value_scale = tl.load(scales + PAGE + offset)
     key = key.to(tl.float8e4nv, bitcast=True).to(query.dtype)
     value = value.to(tl.float8e4nv, bitcast=True).to(query.dtype)
-    key_scale = (key_exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    value_scale = (value_exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    scores = tl.dot(query, tl.trans(key)) * key_scale[None, :]
+    scores = tl.dot(query, tl.trans(key)) * key_scale.to(tl.float32)[None, :]
     if MASKED:
         scores = tl.where(visible[None, :], scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
     alpha = tl.exp2(m - m_new)
     total = total * alpha + tl.sum(p, 1)
-    acc = acc * alpha[:, None] + tl.dot((p * value_scale[None, :]).to(value.dtype), value)
+    acc = acc * alpha[:, None] + tl.dot((p * value_scale.to(tl.float32)[None, :]).to(value.dtype), value)
     return m_new, total, acc
 
 

@@ -35,8 +35,8 @@ def _widen_pages(
     for g in range(HEADS):
         head = data_ptr + page * page_stride + g * HEAD_BYTES
         numbers = tl.load(head + at).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        exponent = tl.load(head + 2 * PAGE * DIM + row).to(tl.int32)
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        scales = (head + 2 * PAGE * DIM).to(tl.pointer_type(tl.bfloat16))
+        scale = tl.load(scales + row).to(tl.float32)
         wide = (numbers * scale[:, None]).to(wide_ptr.dtype.element_ty)
         tl.store(wide_ptr + (page * HEADS + g) * 2 * PAGE * DIM + at, wide)
 

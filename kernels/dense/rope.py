@@ -31,6 +31,13 @@ def _e4m3_code(scaled):
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
+@triton.jit
+def _to_bfloat16(number):
+    """A positive float32 number rounded to bfloat16, ties to even; the interpreter's own conversion cuts off."""
+    bits = number.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize_on_alignment=["position_ptr", "slot_ptr"])
 def _rope_and_write(
     qkv_ptr,
@@ -74,15 +81,15 @@ def _rope_and_write(
     if FP8:
         one, other = out_first.to(tl.float32), out_second.to(tl.float32)
         peak = tl.maximum(tl.max(tl.abs(one), 1), tl.max(tl.abs(other), 1))
-        exponent = ((peak.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
-        exponent = tl.minimum(tl.maximum(exponent, 1), 190)
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        # As in fp8_pages.quantise, to the bit.
+        scale = _to_bfloat16(tl.maximum(peak * 0.002232142857142857, 7.888609052210118e-31))
+        inverse = tl.div_rn(1.0, scale)[:, None]
         kv_row = is_value.to(tl.int32) * PAGE + slot % PAGE
-        kv_at = (kv_head * (2 * PAGE * (DIM + 1)) + kv_row * DIM)[:, None] + d[None, :]
+        kv_at = (kv_head * (2 * PAGE * (DIM + 2)) + kv_row * DIM)[:, None] + d[None, :]
         tl.store(page + kv_at, _e4m3_code(one * inverse), mask=stored[:, None])
         tl.store(page + kv_at + half, _e4m3_code(other * inverse), mask=stored[:, None])
-        exponent_at = kv_head * (2 * PAGE * (DIM + 1)) + 2 * PAGE * DIM + kv_row
-        tl.store(page + exponent_at, exponent.to(tl.uint8), mask=stored)
+        scale_at = kv_head * (PAGE * (DIM + 2)) + PAGE * DIM + kv_row
+        tl.store(page.to(tl.pointer_type(tl.bfloat16)) + scale_at, scale.to(tl.bfloat16), mask=stored)
     else:
         kv_row = (kv_head * 2 + is_value.to(tl.int32)) * PAGE + slot % PAGE
         kv_at = kv_row[:, None] * DIM + d[None, :]

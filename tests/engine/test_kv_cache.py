@@ -43,13 +43,13 @@ def test_full_layers_may_hold_fp8_and_sliding_ones_keep_their_type(kit: Any) -> 
         kit.fake_config(4), full_pages=5, sliding_pages=3, page_size=16, dtype=torch.bfloat16, full_fp8=True
     )
     regions = {region.group: region.page_bytes for region in cache.memory_regions()}
-    assert regions == {"full": 2 * 2 * 16 * (4 + 1), "sliding": 2 * 2 * 16 * 4 * 2}
+    assert regions == {"full": 2 * 2 * 16 * (4 + 2), "sliding": 2 * 2 * 16 * 4 * 2}
     full, sliding = cache.layer(3), cache.layer(0)
     assert isinstance(full, Fp8Pages)
     assert isinstance(sliding, torch.Tensor)
     assert tuple(full.shape) == (6, 1, 2, 16, 4)
     assert full.data[2].data_ptr() == cache.memory("full")[2, 1].data_ptr()
-    numbers = torch.tensor([[[1.0, -0.5, 3.0, 0.0]]])
+    numbers = torch.tensor([[[1.0, -0.5, 3.5, 0.0]]])  # of the scale 2^-7
     write_kv(numbers, -numbers, full, torch.tensor([2 * 16 + 5]))
     found = cache.numbers(3)
     assert torch.equal(found[2, 0, 0, 5], numbers[0, 0])

@@ -40,7 +40,7 @@ def heavy_tailed(*shape: int) -> Tensor:
 
 
 def poisoned_pages(count: int, kv_heads: int, layers: int = 3) -> Fp8Pages:
-    """Every number NaN, every scale infinite."""
+    """Every number and every scale is NaN."""
     shape = count, layers, kv_heads, head_bytes(S, D)
     return Fp8Pages(torch.full(shape, 255, dtype=torch.uint8, device="cuda")[:, 1], S, D)
 
@@ -223,8 +223,8 @@ def test_a_model_with_fp8_pages_says_nearly_what_it_says_with_bf16_ones(
     pages_of, numbers = rounded.layer(1), plain.layer(1)
     assert isinstance(pages_of, Fp8Pages)
     assert isinstance(numbers, Tensor)
-    codes, exponents = quantise(numbers[: batch * pages])
+    codes, scales = quantise(numbers[: batch * pages])
     held = torch.arange(pages * S, device="cuda") < prompt + 3
     mask = held.view(1, pages, 1, 1, S).expand(batch, pages, 8, 2, S).reshape(-1, 8, 2, S)
-    assert torch.equal(pages_of.exponents[: batch * pages][mask], exponents[mask])
+    assert torch.equal(pages_of.scales[: batch * pages][mask], scales[mask])
     assert torch.equal(pages_of.codes[: batch * pages][mask], codes[mask])

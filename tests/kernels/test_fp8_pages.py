@@ -11,7 +11,7 @@ from antiphon.kernels.attention.decode_fp8 import Fp8DecodeAttention
 from antiphon.kernels.attention.prefill import prefill_attention
 from antiphon.kernels.attention.widen import WidePages
 from antiphon.kernels.dense.rope import rope_and_write, rotation_table
-from antiphon.kernels.fp8_pages import Fp8Pages, dequantise, head_bytes, quantise
+from antiphon.kernels.fp8_pages import MIN_SCALE, Fp8Pages, dequantise, head_bytes, quantise
 from antiphon.kernels.reference import PagedSequences
 
 interpreted = pytest.mark.skipif(
@@ -23,7 +23,7 @@ EDGES = [1, 63, 64, 65, 127, 128, 129, 130, 300]
 
 
 def pages_of(count: int, kv_heads: int = G, page_size: int = S, layers: int = 3) -> Fp8Pages:
-    """The middle layer of several, every byte of which is 255: NaN, with a scale that is infinite."""
+    """The middle layer of several, every byte of which is 255: numbers and scales are NaN."""
     data = torch.full((count, layers, kv_heads, head_bytes(page_size, D)), 255, dtype=torch.uint8)
     return Fp8Pages(data[:, layers // 2], page_size, D)
 
@@ -69,28 +69,26 @@ def poisoned(like: Tensor) -> Tensor:
     return torch.full_like(like, float("nan"))
 
 
-def test_a_scale_is_the_smallest_power_of_two_that_holds_the_largest_number() -> None:
-    numbers = torch.zeros(7, D)
-    numbers[:, 3] = torch.tensor([448.0, 449.0, -1.75, 1.7500001, 2.0**-100, 0.0, 1e30])
-    codes, exponents = quantise(numbers)
-    assert exponents.tolist() == [127, 128, 119, 120, 19, 1, 190]
-    back = dequantise(codes, exponents)
-    assert back[0, 3] == 448.0
-    assert back[2, 3] == -1.75
-    assert back[6, 3] == 448.0 * 2.0**63  # saturated
-    assert not back[5].any()
-    assert bool(quantise(torch.full((1, D), float("nan")))[0].eq(127).all())
+def test_a_scale_maps_the_largest_number_to_448() -> None:
+    numbers = torch.zeros(6, D)
+    numbers[:, 3] = torch.tensor([448.0, -1.75, 1e-3, 0.0, 1e30, 77.7])
+    codes, scales = quantise(numbers)
+    assert scales.dtype == torch.bfloat16
+    back = dequantise(codes, scales)
+    assert codes[:, 3].tolist() == [0x7E, 0xFE, 0x7E, 0x00, 0x7E, 0x7E]
+    torch.testing.assert_close(back[:, 3], numbers[:, 3], rtol=2.0**-8, atol=0.0)
+    assert float(scales[3]) == MIN_SCALE
+    assert not back[:, 4].any()
+    assert bool((quantise(torch.full((1, D), float("nan")))[0] & 127).eq(127).all())
 
 
-def test_what_comes_back_is_within_a_sixteenth_and_exact_in_bfloat16() -> None:
+def test_what_comes_back_is_within_a_sixteenth() -> None:
     numbers = heavy_tailed(4096, D) * torch.logspace(-6, 6, 4096)[:, None]
-    codes, exponents = quantise(numbers)
-    back = dequantise(codes, exponents)
+    back = dequantise(*quantise(numbers))
     peak = numbers.abs().amax(-1, keepdim=True)
     # Half a unit in the last place of 4 bits, and of the smallest numbers below 2^-6 of the scale.
-    bound = torch.maximum(numbers.abs() * 2.0**-4, peak * 2.0**-9 / 224 / 2 * (1 + 1e-6))
+    bound = torch.maximum(numbers.abs() * 2.0**-4, peak * 2.0**-9 / 448 / 2) * (1 + 2.0**-7)
     assert bool(((back - numbers).abs() <= bound).all())
-    assert torch.equal(back.bfloat16().float(), back)
 
 
 def test_pages_of_another_shape_are_refused() -> None:
@@ -113,7 +111,7 @@ def test_a_write_touches_its_slots_alone() -> None:
     touched = Fp8Pages(before, 16, D)
     for page, offset in ((0, 5), (1, 15)):
         touched.codes[page, :, :, offset] = pages.codes[page, :, :, offset]
-        touched.exponents[page, :, :, offset] = pages.exponents[page, :, :, offset]
+        touched.scales[page, :, :, offset] = pages.scales[page, :, :, offset]
     assert torch.equal(before, pages.data)
 
 
@@ -140,7 +138,7 @@ def test_chunks_continue_a_cached_prefix(lengths: list[int], queries: list[int])
         *(filled.query, wide, filled.sequences, filled.sinks, None, SCALE, max(queries)),
         out=poisoned(filled.query),
     )
-    torch.testing.assert_close(out, filled.expected(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, filled.expected(), rtol=1e-4, atol=1e-3)
 
 
 @interpreted

@@ -31,7 +31,7 @@ def rotation(compile_for_host: Callable[..., Any]) -> Any:
 
 
 def pages_of(count: int, kv_heads: int, page_size: int = S, layers: int = 3) -> Fp8Pages:
-    """The middle layer of several, poisoned: every number NaN, every scale infinite."""
+    """The middle layer of several, poisoned: every number and every scale is NaN."""
     data = torch.full((count, layers, kv_heads, head_bytes(page_size, D)), 255, dtype=torch.uint8)
     return Fp8Pages(data[:, layers // 2], page_size, D)
 

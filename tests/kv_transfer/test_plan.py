@@ -107,7 +107,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 def test_full_layers_in_fp8_have_smaller_pages_of_their_own() -> None:
     layouts = group_layouts(KvFingerprint(1, "m", "", "bfloat16", 64, 12, 12, 8, 64, 128, "", "fp8_e4m3"))
     assert layouts["sliding"].head_bytes == 2 * 64 * 64 * 2
-    assert layouts["full"].head_bytes == head_bytes(64, 64) == 2 * 64 * 64 + 2 * 64
+    assert layouts["full"].head_bytes == head_bytes(64, 64) == 2 * 64 * 64 + 2 * 2 * 64
 
 
 @pytest.mark.parametrize(("source_ranks", "target_ranks"), [(2, 1), (1, 2), (4, 2), (2, 4), (1, 1)])

@@ -9,8 +9,8 @@
 //   of sixteen values it loads numbers 8 g .. 8 g + 7 of four, its columns of eight products.
 //
 // The bits of an e4m3 number, moved into a bf16, are that number times 2^-120. Queries and probabilities come times
-// 2^60 and scales too, so nothing is left to multiply. A key's scale multiplies its scores, a value's its probability.
-// Rows of the fragments beyond the 8 query heads stay zero. NaN is not kept: its bits read as 480.
+// 2^60, and what is left is part of factors that are there anyway. A key's scale multiplies its scores, a value's its
+// probability. Rows of the fragments beyond the 8 query heads stay zero. NaN is not kept: its bits read as 480.
 
 #include "fp8_pages.cuh"
 
@@ -25,6 +25,7 @@ constexpr int kWarps = 4;
 constexpr int kTile = 32;  // keys
 constexpr int kHeadBytes = head_bytes(kPage);
 constexpr float kTwo60 = 1152921504606846976.0f;
+constexpr float kTwo120 = kTwo60 * kTwo60;
 
 struct Arguments {
   const bf16* query;     // [batch, heads, 64]
@@ -38,7 +39,7 @@ struct Arguments {
   float* part_sum;       // [batch, heads, splits]
   long long page_stride;
   int table_stride, kv_heads, splits;
-  float scale;           // of scores, in log2
+  float scale;           // of scores, in log2, times 2^60
 };
 
 #ifdef ANTIPHON_ON_HOST
@@ -64,12 +65,6 @@ __device__ __forceinline__ uint2 load_once<uint2>(const void* from) {
   asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
   return v;
 }
-template <>
-__device__ __forceinline__ uint32_t load_once<uint32_t>(const void* from) {
-  uint32_t v;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(from));
-  return v;
-}
 #endif
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -93,9 +88,10 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// The scale whose exponent is byte `i` of a word, times 2^60.
-__device__ __forceinline__ float scale_of(uint32_t exponents, int i) {
-  return __uint_as_float(((exponents >> (8 * i) & 0xFF) + 60) << 23);
+// Of four scales the `i`-th.
+__device__ __forceinline__ float scale_of(uint2 scales, int i) {
+  const uint32_t two = i / 2 ? scales.y : scales.x;
+  return i % 2 ? high_half(two) : low_half(two);
 }
 
 // A lane's part of 32 keys. Of each sixteen keys its own are 4 q .. 4 q + 3, as columns 2 q, 2 q + 1 of two groups of
@@ -103,27 +99,27 @@ __device__ __forceinline__ float scale_of(uint32_t exponents, int i) {
 struct Tile {
   uint4 keys[4];
   uint2 values[8];
-  uint32_t key_exponents[2], value_exponents[2];
+  uint2 key_scales[2], value_scales[2];
 };
 
-// Where a lane's parts begin: in the numbers of a tile's keys, of its values, and in the exponents.
+// Where a lane's parts of a tile begin.
 struct Lane {
-  int keys, values, exponents;
+  int keys, values, scales;
   __device__ __forceinline__ Lane() {
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     keys = (4 * (g / 2) + g % 2) * kDim + 16 * q;
     values = (kPage + 4 * q) * kDim + 8 * g;
-    exponents = 2 * kPage * kDim + 4 * q;
+    scales = 2 * kPage * kDim + 2 * 4 * q;
   }
 };
 
 // `half`: which half of the page at `head` it is.
 __device__ __forceinline__ void load_tile(Tile& tile, const uint8_t* head, int half, const Lane& lane) {
-  const uint8_t* exponents = head + (half * kTile + lane.exponents);
+  const uint8_t* scales = head + (2 * half * kTile + lane.scales);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    tile.key_exponents[i] = load_once<uint32_t>(exponents + 16 * i);
-    tile.value_exponents[i] = load_once<uint32_t>(exponents + kPage + 16 * i);
+    tile.key_scales[i] = load_once<uint2>(scales + 2 * 16 * i);
+    tile.value_scales[i] = load_once<uint2>(scales + 2 * (kPage + 16 * i));
   }
   const uint8_t* keys = head + (half * kTile * kDim + lane.keys);
 #pragma unroll
@@ -134,6 +130,7 @@ __device__ __forceinline__ void load_tile(Tile& tile, const uint8_t* head, int h
 }
 
 // What a warp has seen, for query head g: the sum is this lane's part, numbers are 16 q .. 16 q + 15 of the output.
+// The sum is times 2^60, the numbers times 2^-60.
 struct Running {
   float peak, sum;
   float acc[8][4];
@@ -149,7 +146,7 @@ __device__ __forceinline__ void scores_of(const Tile& tile, const uint32_t (&que
     for (int k = 0; k < 4; ++k)
       mma_bf16(scores[j], query[k][0], 0, query[k][1], 0, even_bytes(words[k]), odd_bytes(words[k]));
 #pragma unroll
-    for (int c = 0; c < 2; ++c) scores[j][c] *= scale_of(tile.key_exponents[j / 2], 2 * (j % 2) + c);
+    for (int c = 0; c < 2; ++c) scores[j][c] *= scale_of(tile.key_scales[j / 2], 2 * (j % 2) + c);
   }
 }
 
@@ -203,15 +200,16 @@ __device__ __forceinline__ void attend(Running& seen, const Tile& tile, const ui
     seen.peak = peak;
   }
   uint32_t probabilities[4];
+  const float offset = 60.0f - peak;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     float weighted[2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const float p = exp2_fast(fmaf(scores[j][c], scale, -peak));
+      const float p = exp2_fast(fmaf(scores[j][c], scale, offset));
       seen.sum += p;
       const bool hidden = !whole && 16 * (j / 2) + 4 * q + 2 * (j % 2) + c >= visible;
-      weighted[c] = hidden ? 0.0f : p * scale_of(tile.value_exponents[j / 2], 2 * (j % 2) + c);
+      weighted[c] = hidden ? 0.0f : p * scale_of(tile.value_scales[j / 2], 2 * (j % 2) + c);
     }
     probabilities[j] = pack(weighted[0], weighted[1]);
   }
@@ -254,7 +252,7 @@ __device__ __forceinline__ void finish(const Arguments& a, const Shared& s, int 
     for (int i = 0; i < 4; ++i) numbers[i] += s.acc[w][head][column + i] * weight;
   }
   const size_t part = static_cast<size_t>(row + head) * a.splits + split;
-  const float factor = a.splits == 1 ? kTwo60 / sum : kTwo60;
+  const float factor = a.splits == 1 ? kTwo120 / sum : kTwo120;
 #pragma unroll
   for (int i = 0; i < 4; ++i) numbers[i] *= factor;
   if (a.splits == 1) {
@@ -312,7 +310,7 @@ __global__ void __launch_bounds__(kWarps * 32, 3) decode(const __grid_constant__
   const bool holds_sink = split == 0 && warp == 0;
   Running seen = {};
   seen.peak = holds_sink ? a.sinks[row % (a.kv_heads * kGroup) + lane / 4] * 1.4426950408889634f : -1.0e30f;
-  seen.sum = holds_sink && lane % 4 == 0 ? 1.0f : 0.0f;
+  seen.sum = holds_sink && lane % 4 == 0 ? kTwo60 : 0.0f;
   const auto step = [&](const Tile& now, Tile& next) {
     const int following = tile + kWarps;
     if (following < end) load_tile(next, head_of(after), following % 2, lane_at);
@@ -351,7 +349,7 @@ extern "C" int antiphon_fp8_decode(const void* query, const void* pages, const i
                                  table_stride,
                                  kv_heads,
                                  splits,
-                                 scale * 1.4426950408889634f};
+                                 scale * 1.4426950408889634f * pages_of::kTwo60};
   return antiphon::launch(pages_of::decode, dim3(batch * kv_heads, splits), dim3(pages_of::kWarps * 32), 0,
                           static_cast<cudaStream_t>(stream), pdl != 0, a);
 }

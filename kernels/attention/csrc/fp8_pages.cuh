@@ -1,6 +1,6 @@
-// Pages whose keys and values are e4m3 numbers with a power-of-two scale for each token and kv head; see
-// kernels/fp8_pages.py. A head of a page: keys [page_size, 64], values [page_size, 64], then the biased exponents of
-// the keys' scales [page_size] and of the values' [page_size], a byte each.
+// Pages whose keys and values are e4m3 numbers with a bf16 scale for each token and kv head; see kernels/fp8_pages.py.
+// A head of a page: keys [page_size, 64], values [page_size, 64], then the scales of the keys [page_size] and of the
+// values [page_size].
 #pragma once
 
 #include "../../moe/csrc/hopper.cuh"
@@ -9,16 +9,13 @@ namespace antiphon::fp8_pages {
 
 constexpr int kDim = 64;
 
-__host__ __device__ constexpr int head_bytes(int page_size) { return 2 * page_size * (kDim + 1); }
+__host__ __device__ constexpr int head_bytes(int page_size) { return 2 * page_size * (kDim + 2); }
 
-// Of the scale: the smallest with which `peak`, not negative, is at most 448. The addition carries into the exponent
-// where the mantissa is above 1.75.
-__device__ __forceinline__ int scale_exponent(float peak) {
-  return min(max(static_cast<int>((__float_as_uint(peak) + 0x1FFFFFu) >> 23) - 8, 1), 190);
+// With which the largest magnitude becomes 448; of zeros 2^-100.
+__device__ __forceinline__ __nv_bfloat16 scale_for(float peak) {
+  return __float2bfloat16_rn(fmaxf(peak * (1.0f / 448.0f), 7.888609052210118e-31f));
 }
-__device__ __forceinline__ float inverse_scale(int exponent) {
-  return __uint_as_float(static_cast<uint32_t>(254 - exponent) << 23);
-}
+__device__ __forceinline__ float inverse(__nv_bfloat16 scale) { return 1.0f / __bfloat162float(scale); }
 
 // Four numbers as e4m3, the first in the lowest byte.
 __device__ __forceinline__ uint32_t e4m3_word(float a, float b, float c, float d) {
@@ -48,16 +45,16 @@ __device__ __forceinline__ uint2 scaled(const float (&values)[8], float factor) 
                     e4m3_word(values[4] * factor, values[5] * factor, values[6] * factor, values[7] * factor));
 }
 
-// Where a token's numbers lie in a page, and the exponent of their scale.
+// Where a token's numbers lie in a page, and their scale.
 struct Place {
   uint8_t* numbers;
-  uint8_t* exponent;
+  __nv_bfloat16* scale;
 };
 __device__ __forceinline__ Place place_of(uint8_t* pages, long long page_stride, int page_size, long long slot,
                                           int kv_head, int values) {
   uint8_t* head = pages + slot / page_size * page_stride + static_cast<long long>(kv_head) * head_bytes(page_size);
   const int row = values * page_size + static_cast<int>(slot % page_size);
-  return {head + row * kDim, head + 2 * page_size * kDim + row};
+  return {head + row * kDim, reinterpret_cast<__nv_bfloat16*>(head + 2 * page_size * kDim) + row};
 }
 
 }  // namespace antiphon::fp8_pages

@@ -30,10 +30,10 @@ __global__ void store_kernel(const __grid_constant__ Store a) {
 #pragma unroll
   for (int step = 1; step < kThreadsOfHead; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(0xFFFFFFFFu, peak, step));
   if (slot < 0) return;
-  const int exponent = scale_exponent(peak);
+  const __nv_bfloat16 scale = scale_for(peak);
   const Place place = place_of(a.pages, a.page_stride, a.page_size, slot, half / 2, half % 2);
-  *reinterpret_cast<uint2*>(place.numbers + column) = scaled(numbers, inverse_scale(exponent));
-  if (column == 0) *place.exponent = static_cast<uint8_t>(exponent);
+  *reinterpret_cast<uint2*>(place.numbers + column) = scaled(numbers, inverse(scale));
+  if (column == 0) *place.scale = scale;
 }
 
 }  // namespace

@@ -50,13 +50,13 @@ __device__ __forceinline__ void store_fp8(const Rotation& a, uint4 first, uint4 
   peak = fmaxf(peak, __shfl_xor_sync(mask, peak, 2));
   const int kv = head - a.kv_heads * kGroup, values = kv >= a.kv_heads ? 1 : 0;
   if (kv < 0 || slot < 0) return;
-  const int exponent = fp8_pages::scale_exponent(peak);
-  const float factor = fp8_pages::inverse_scale(exponent);
+  const __nv_bfloat16 scale = fp8_pages::scale_for(peak);
+  const float factor = fp8_pages::inverse(scale);
   const fp8_pages::Place place = fp8_pages::place_of(static_cast<uint8_t*>(a.kv), a.page_stride, a.page_size, slot,
                                                      kv - values * a.kv_heads, values);
   *reinterpret_cast<uint2*>(place.numbers + column) = fp8_pages::scaled(low, factor);
   *reinterpret_cast<uint2*>(place.numbers + column + kHalf) = fp8_pages::scaled(high, factor);
-  if (column == 0) *place.exponent = static_cast<uint8_t>(exponent);
+  if (column == 0) *place.scale = scale;
 }
 
 // One block a token, four threads a head.

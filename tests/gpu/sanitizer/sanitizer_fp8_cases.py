@@ -18,7 +18,7 @@ _F32 = torch.float32
 
 
 def _pages(machine: Machine, count: int, kv_heads: int) -> Fp8Pages:
-    """A layer of two, every byte of which is a finite number or a scale near 1."""
+    """A layer of two, every byte of which is a finite number or half a finite scale."""
     size = head_bytes(PAGE, HEAD_DIM)
     return Fp8Pages(machine.integers(127, count, 2, kv_heads, size)[:, 1], PAGE, HEAD_DIM)
 
