@@ -5,30 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import stand_in_actors
 
-STAND_INS = Path(__file__).parent / "stand_ins"
-sys.path.insert(0, str(STAND_INS))
-
-import stand_in_actors  # noqa: E402
-
-from antiphon.cluster.process import ProcessDied, StartFailed  # noqa: E402
-from antiphon.cluster.process_plan import ProcessSpec, plan_processes  # noqa: E402
-from antiphon.cluster.ray_cluster import RayCluster  # noqa: E402
-from antiphon.cluster.resolution import ResolvedDeployment  # noqa: E402
-from antiphon.cluster.supervisor import Supervisor  # noqa: E402
-from antiphon.configs.schema import DeploymentConfig  # noqa: E402
-from antiphon.protocol.identity import Role, Topology  # noqa: E402
-from antiphon.router.served_model import ServedModel  # noqa: E402
+from antiphon.cluster.process import ProcessDied, StartFailed
+from antiphon.cluster.process_plan import ProcessSpec, plan_processes
+from antiphon.cluster.ray_cluster import RayCluster
+from antiphon.cluster.resolution import ResolvedDeployment
+from antiphon.cluster.supervisor import Supervisor
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.protocol.identity import Role, Topology
+from antiphon.router.served_model import ServedModel
 
 pytestmark = pytest.mark.e2e
 
+STAND_INS = Path(__file__).parent / "stand_ins"
 NOBODY = Topology(0, ())
 KINDS = {
     Role.PREFILL: stand_in_actors.StandInActor,
