@@ -33,7 +33,7 @@ def _e4m3_code(scaled):
 
 @triton.jit
 def _to_bfloat16(number):
-    """A positive float32 number rounded to bfloat16, ties to even; the interpreter's own conversion cuts off."""
+    """A positive float32 number rounded to bfloat16, ties to even, which the interpreter cuts off instead."""
     bits = number.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
 

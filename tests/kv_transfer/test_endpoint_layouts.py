@@ -46,7 +46,9 @@ UNTOUCHED = 77.0
 class Worker:
     """All ranks of one worker; ``heard`` are the landed and notified writes, from whichever rank."""
 
-    def __init__(self, network: InProcessNetwork, name: str, epoch: int, ranks: int, slots: int) -> None:
+    def __init__(
+        self, network: InProcessNetwork, name: str, epoch: int, ranks: int, slots: int, full_fp8: bool
+    ) -> None:
         self.life = PeerLife(name, epoch)
         self.heard: list[bytes] = []
         self.failures: list[BaseException] = []
@@ -59,6 +61,7 @@ class Worker:
                 page_size=PAGE,
                 dtype=torch.float32,
                 kv_heads=SHAPE.num_key_value_heads // ranks,
+                full_fp8=full_fp8,
             )
             endpoint = KvEndpoint(
                 EndpointSettings(name, epoch, cache.fingerprint("m", ""), GROUPS, write_timeout_s=5.0),
@@ -76,7 +79,7 @@ class Worker:
         self.memories = [endpoint.start() for endpoint in self.endpoints]
 
     def whole(self, group: str) -> Tensor:
-        """[page, layer, every head, K|V, token, dim]."""
+        """[page, layer, every head, K|V, token, dim], of FP8 pages [page, layer, every head, bytes]."""
         return torch.cat([cache.memory(group) for cache in self.caches], dim=2)
 
     def fill(self, group: str, value: Tensor | float) -> None:
@@ -90,15 +93,15 @@ class Worker:
             endpoint.connect(peer.life, len(peer.endpoints), peer.memories, slots).result(5)
 
 
-Make = Callable[[str, int, int, int], Worker]
+Make = Callable[..., Worker]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
     network, made = InProcessNetwork(max_delay_polls=3), []
 
-    def worker(name: str, epoch: int, ranks: int, slots: int) -> Worker:
-        made.append(Worker(network, name, epoch, ranks, slots))
+    def worker(name: str, epoch: int, ranks: int, slots: int, full_fp8: bool = False) -> Worker:
+        made.append(Worker(network, name, epoch, ranks, slots, full_fp8))
         return made[-1]
 
     yield worker
@@ -114,11 +117,23 @@ def make() -> Iterator[Make]:
     ("sources", "targets"), [(1, 8), (8, 1), (2, 8), (8, 2), (8, 4), (4, 8), (8, 8), (2, 4), (4, 1)]
 )
 def test_every_head_arrives_in_its_place(sources: int, targets: int, slots: int, make: Make) -> None:
-    source, target = make("p", 1, sources, slots), make("d", 2, targets, slots)
+    check_arrival(make("p", 1, sources, slots), make("d", 2, targets, slots), slots)
+
+
+@pytest.mark.parametrize("slots", [0, 2], ids=["direct", "staged"])
+@pytest.mark.parametrize(("sources", "targets"), [(2, 1), (1, 2), (8, 4), (1, 1)])
+def test_fp8_pages_arrive_bit_for_bit(sources: int, targets: int, slots: int, make: Make) -> None:
+    check_arrival(make("p", 1, sources, slots, True), make("d", 2, targets, slots, True), slots)
+
+
+def check_arrival(source: Worker, target: Worker, slots: int) -> None:
+    """Every head of what is shipped lies in its place, nothing else was touched, nothing was sent twice."""
+    sources, targets = len(source.endpoints), len(target.endpoints)
     generator = torch.Generator().manual_seed(sources * 10 + targets)
     expected = {}
     for group, pairs in (("full", FULL), ("sliding", SLIDING)):
-        content = torch.randn(source.whole(group)[:PAGES].shape, generator=generator)
+        like = source.whole(group)[:PAGES]
+        content = (torch.randn(like.shape, generator=generator) * 50 + 128).to(like.dtype)
         source.fill(group, content)
         target.fill(group, UNTOUCHED)
         expected[group] = torch.full_like(content, UNTOUCHED)
@@ -133,12 +148,21 @@ def test_every_head_arrives_in_its_place(sources: int, targets: int, slots: int,
     sizes = [each.result(20).size_bytes for each in shipped]
     for group, content in expected.items():
         assert torch.equal(target.whole(group)[:PAGES], content)
-    page = source.whole("full")[0].nbytes
-    assert sum(sizes) == (len(FULL) + len(SLIDING)) * page, "every byte is sent by one rank"
+    full, sliding = (source.whole(group)[0].nbytes for group in ("full", "sliding"))
+    assert sum(sizes) == len(FULL) * full + len(SLIDING) * sliding, "every byte is sent by one rank"
     deadline = time.monotonic() + 5
     while len(done := written(target)) < GROUPS * sources and time.monotonic() < deadline:
         time.sleep(0.01)
     assert done == {(rank, group) for rank in range(sources) for group in range(GROUPS)}
+
+
+def test_workers_whose_full_layers_hold_different_things_are_not_paired(make: Make) -> None:
+    plain, fp8 = (make(name, 1, 1, 0, kind) for name, kind in (("p", False), ("d", True)))
+    prints = [worker.caches[0].fingerprint("m", "") for worker in (plain, fp8)]
+    theirs = KvHello("d", 1, prints[1], 1, tuple(fp8.memories))
+    with pytest.raises(HandshakeError) as refused:
+        check_peer(prints[0], theirs)
+    assert str(refused.value) == "full_kv_dtype: 'float32' here, 'fp8_e4m3' at the peer"
 
 
 def written(worker: Worker) -> set[tuple[int, int]]:
