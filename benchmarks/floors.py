@@ -81,11 +81,19 @@ def kv_bytes_per_token_layer(shape: GptOssConfig, kv_value_bytes: int = BF16_BYT
     return 2 * shape.kv_width * kv_value_bytes
 
 
-def kv_bytes(shape: GptOssConfig, context: float, kv_value_bytes: int = BF16_BYTES) -> float:
-    """KV of one sequence: every token in full layers, the window in sliding ones."""
+def fp8_kv_bytes_per_token_layer(shape: GptOssConfig) -> float:
+    """K and V of one token in one layer of FP8 pages: a byte a number, two for each head's scale."""
+    return 2 * shape.num_key_value_heads * (shape.head_dim + 2)
+
+
+def kv_bytes(
+    shape: GptOssConfig, context: float, kv_value_bytes: int = BF16_BYTES, *, full_fp8: bool = False
+) -> float:
+    """KV of one sequence: every token in full layers, there in FP8 if so asked; the window in sliding ones."""
     per_layer = kv_bytes_per_token_layer(shape, kv_value_bytes)
+    full = fp8_kv_bytes_per_token_layer(shape) if full_fp8 else per_layer
     window = min(context, float(shape.sliding_window))
-    return per_layer * (len(shape.full_layers) * context + len(shape.sliding_layers) * window)
+    return full * len(shape.full_layers) * context + per_layer * len(shape.sliding_layers) * window
 
 
 def expected_experts(shape: GptOssConfig, tokens: float) -> float:
@@ -174,9 +182,17 @@ def window_attention_bytes(shape: GptOssConfig) -> float:
 
 
 def decode_floor_ms(
-    shape: GptOssConfig, batch: int, context: int, form: Form = "mxfp4", gpu: Gpu = H200
+    shape: GptOssConfig,
+    batch: int,
+    context: int,
+    form: Form = "mxfp4",
+    gpu: Gpu = H200,
+    *,
+    full_fp8: bool = False,
 ) -> float:
     """A decode step on one GPU: every weight that is needed read once, and all visible keys and values.
+
+    ``full_fp8``: those of full layers lie in FP8 pages.
 
     Experts that a step reads are those that uniform, independent routing would touch.
     """
@@ -186,7 +202,7 @@ def decode_floor_ms(
         + layers * attention_weight_bytes(shape)
         + unembedding_bytes(shape)
     )
-    return (weights + batch * kv_bytes(shape, context)) / gpu.bytes_per_s * 1e3
+    return (weights + batch * kv_bytes(shape, context, full_fp8=full_fp8)) / gpu.bytes_per_s * 1e3
 
 
 def prefill_floor_ms(shape: GptOssConfig, tokens: int, form: Form, gpu: Gpu = H200) -> float:

@@ -36,6 +36,7 @@ def random_cache(
     sliding_pages: int,
     kv_heads: int | None = None,
     device: torch.device | str = "cuda",
+    full_fp8: bool = False,
 ) -> PagedKvCache:
     """A cache full of random keys and values; of one rank's heads where ``kv_heads`` says how many."""
     cache = PagedKvCache(
@@ -46,11 +47,9 @@ def random_cache(
         dtype=torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32,
         device=device,
         kv_heads=kv_heads,
+        full_fp8=full_fp8,
     )
-    for group in ("full", "sliding"):
-        memory = cache.memory(group)
-        for first in range(0, memory.shape[0], 256):
-            memory[first : first + 256].normal_()
+    cache.randomise()
     return cache
 
 
@@ -94,10 +93,11 @@ def time_decode(
     steps: int = 128,
     profile: bool = False,
     kv_heads: int | None = None,
+    full_fp8: bool = False,
 ) -> float:
     """Median milliseconds of a step."""
     pages = -(-(context + 1) // PAGE)
-    cache = random_cache(model, batch * pages, batch * WINDOW_PAGES, kv_heads)
+    cache = random_cache(model, batch * pages, batch * WINDOW_PAGES, kv_heads, full_fp8=full_fp8)
     inputs = decode_batch(batch, context)
 
     def step() -> torch.Tensor:

@@ -97,6 +97,8 @@ def test_weights(model: str, form: floors.Form, gigabytes: float) -> None:
 def test_kv_and_all_reduce_bytes() -> None:
     assert floors.kv_bytes(preset("gpt-oss-20b"), 8192) == pytest.approx(204.5e6, rel=1e-3)
     assert floors.kv_bytes(preset("gpt-oss-120b"), 32768) == pytest.approx(1212.7e6, rel=1e-3)
+    fp8 = floors.kv_bytes(preset("gpt-oss-20b"), 8192, full_fp8=True)
+    assert fp8 == 12 * (8192 * 2 * 8 * 66 + 128 * 2 * 8 * 64 * 2)
     sent = floors.all_reduce_bytes(preset("gpt-oss-120b"), 8192, 4)
     assert sent / H200.nvlink_bytes_per_s == pytest.approx(157e-6, rel=5e-3)
 

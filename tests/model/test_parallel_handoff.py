@@ -42,7 +42,7 @@ def build(config: GptOssConfig, group: RankGroup, experts: bool) -> ParallelTran
     return model
 
 
-def empty_cache(config: GptOssConfig, ranks: int) -> PagedKvCache:
+def empty_cache(config: GptOssConfig, ranks: int, full_fp8: bool = False) -> PagedKvCache:
     return PagedKvCache(
         config,
         full_pages=PAGES,
@@ -50,6 +50,7 @@ def empty_cache(config: GptOssConfig, ranks: int) -> PagedKvCache:
         page_size=PAGE,
         dtype=torch.float32,
         kv_heads=config.num_key_value_heads // ranks,
+        full_fp8=full_fp8,
     )
 
 
@@ -69,18 +70,22 @@ def prompt_of(config: GptOssConfig) -> list[int]:
 @pytest.fixture(scope="module")
 def prefilled(spread_config: GptOssConfig, in_ranks: Ranks) -> dict[int, list[PagedKvCache]]:
     """Ranks -> each rank's cache after all tokens of the prompt but the last, in two chunks."""
-    tokens = prompt_of(spread_config)
+    return {ranks: prefill(spread_config, in_ranks, ranks) for ranks in SIDES}
+
+
+def prefill(config: GptOssConfig, in_ranks: Ranks, ranks: int, full_fp8: bool = False) -> list[PagedKvCache]:
+    tokens = prompt_of(config)
 
     def work(group: RankGroup) -> PagedKvCache:
-        model = build(spread_config, group, experts=False)
-        cache = empty_cache(spread_config, group.size)
+        model = build(config, group, experts=False)
+        cache = empty_cache(config, group.size, full_fp8)
         sequence = sequence_of(tokens, PREFILL_PAGES)
         for start, end in ((0, 32), (32, PROMPT - 1)):
             chunk = [Work(sequence, start, end - start, samples=False)]
             model.forward(build_forward_batch(chunk, PAGE, torch.device("cpu")), cache)
         return cache
 
-    return {ranks: in_ranks(ranks, work) for ranks in SIDES}
+    return in_ranks(ranks, work)
 
 
 def ship(sources: list[PagedKvCache], targets: list[PagedKvCache]) -> None:
@@ -146,6 +151,29 @@ def test_any_prefill_layout_feeds_any_decode_layout(
         model = build(spread_config, group, experts=True)  # decode's standard: experts whole
         return decode(model, caches[group.rank], tokens)
 
+    assert in_ranks(decode_ranks, work) == [expected] * decode_ranks
+
+
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(2, 1), (1, 4)])
+def test_fp8_pages_feed_any_decode_layout(
+    prefill_ranks: int, decode_ranks: int, spread_config: GptOssConfig, in_ranks: Ranks
+) -> None:
+    """The text of one rank that computed such pages itself; ranks write the heads that one rank writes."""
+    tokens = prompt_of(spread_config)
+    sources = prefill(spread_config, in_ranks, prefill_ranks, full_fp8=True)
+    alone = prefill(spread_config, in_ranks, 1, full_fp8=True)[0]
+    whole = torch.cat([source.memory("full") for source in sources], dim=2)
+    assert float((whole != alone.memory("full")).float().mean()) < 1e-3, "sums of ranks may round otherwise"
+    caches = [empty_cache(spread_config, decode_ranks, full_fp8=True) for _ in range(decode_ranks)]
+    ship(sources, caches)
+
+    def work(group: RankGroup) -> list[int]:
+        return decode(build(spread_config, group, experts=True), caches[group.rank], tokens)
+
+    own = [empty_cache(spread_config, 1, full_fp8=True)]
+    ship([alone], own)
+    expected = decode(build(spread_config, RankGroup.single(), experts=False), own[0], tokens)
+    assert len(set(expected)) > 8
     assert in_ranks(decode_ranks, work) == [expected] * decode_ranks
 
 
