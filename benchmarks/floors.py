@@ -89,7 +89,7 @@ def fp8_kv_bytes_per_token_layer(shape: GptOssConfig) -> float:
 def kv_bytes(
     shape: GptOssConfig, context: float, kv_value_bytes: int = BF16_BYTES, *, full_fp8: bool = False
 ) -> float:
-    """KV of one sequence: every token in full layers, there in FP8 if so asked; the window in sliding ones."""
+    """KV of one sequence: every token in full layers, maybe in FP8 there, and the window in sliding ones."""
     per_layer = kv_bytes_per_token_layer(shape, kv_value_bytes)
     full = fp8_kv_bytes_per_token_layer(shape) if full_fp8 else per_layer
     window = min(context, float(shape.sliding_window))
