@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from antiphon.benchmarks.plan.cost_model import build
+from antiphon.benchmarks.plan.cost_model import RESERVED_BYTES, CostModel, build
 from antiphon.benchmarks.plan.work import layout_floor_s
 from antiphon.benchmarks.records import Layout, Record
 from antiphon.benchmarks.sweep.points import Point
@@ -127,8 +127,8 @@ class EngineMeter:
 class RankMeter:
     """The same engine loop with its model spread over ranks, weights synthesized on each.
 
-    As on one device, prompts run with FP8 experts beside the 4-bit ones where both fit; the ranks start anew
-    when the role changes.
+    As on one device, prompts run with FP8 experts beside the 4-bit ones where both fit. Where these leave no
+    room for the pages of all decode steps, the ranks start anew when the role changes.
     """
 
     def __init__(
@@ -136,14 +136,17 @@ class RankMeter:
     ) -> None:
         self._model, self._layout, self._points = model, layout, points
         self._device, self._effort = device, effort
-        self._fp8_fits = device == "cuda" and layout.ep > 1 and build(model, []).holds_fp8(layout)
+        cost = build(model, [])
+        self._fp8_fits = device == "cuda" and layout.ep > 1 and cost.holds_fp8(layout)
+        self._starts_anew = self._fp8_fits and not _both_roles_fit(cost, layout, points)
         self._stack = ExitStack()
         self._loaded: LoadedModel | None = None
         self._ranks = ""
 
     def measure(self, point: Point) -> Record:
         """See ``Meter``."""
-        loaded = self._ready(resident_fp8=self._fp8_fits and point.input_tokens is not None)
+        prompt = point.input_tokens is not None
+        loaded = self._ready(resident_fp8=self._fp8_fits and (prompt or not self._starts_anew))
         record = loaded.measure(point)
         floor_s = layout_floor_s(
             preset(point.model), self._layout, point.input_tokens, point.batch, point.context
@@ -166,7 +169,9 @@ class RankMeter:
             self.close()
             # Where both roles hold the same weights, the ranks have pages for every point.
             mine = [
-                p for p in self._points if not self._fp8_fits or (p.input_tokens is not None) == resident_fp8
+                p
+                for p in self._points
+                if not self._starts_anew or (p.input_tokens is not None) == resident_fp8
             ]
             pages = pages_for(preset(self._model), mine, self._effort.steps, self._effort.chunk_tokens)
             plan = RankPlan(self._model, self._layout, self._device, pages, resident_fp8)
@@ -174,6 +179,16 @@ class RankMeter:
             self._ranks = bench.road
             self._loaded = LoadedModel(bench, mine, self._effort)
         return self._loaded
+
+
+def _both_roles_fit(cost: CostModel, layout: Layout, points: Sequence[Point]) -> bool:
+    """Whether the FP8 form lies beside the 4-bit one and the pages of every decode step at once."""
+    weights = cost.weight_bytes(layout, with_unembedding=True).total
+    fp8 = cost.weight_bytes(layout, "fp8").experts
+    pages = max(
+        ((p.batch or 0) * cost.kv_bytes_per_sequence(layout, p.context or 0) for p in points), default=0.0
+    )
+    return weights + fp8 + pages <= cost.gpu.memory_bytes - RESERVED_BYTES
 
 
 def engine_opener(device: DeviceType, effort: Effort) -> OpenMeter:

@@ -401,3 +401,16 @@ def test_the_engine_s_meter_makes_the_weights_once_and_gives_each_role_its_form(
         ("engine of 8 x 32768", False),
     ]
     assert looked_at == [1, 8]
+
+
+def test_ranks_start_anew_between_roles_only_where_memory_asks_for_it() -> None:
+    both = Layout(2, 2)
+
+    def fits(model: str, batch: int, context: int) -> bool:
+        points = [Point(BENCH_DECODE, model, both, batch=batch, context=context)]
+        return meter_module._both_roles_fit(build(model, []), both, points)
+
+    assert fits("gpt-oss-20b", 128, 32768)  # 13 GB and 19 GB of experts over two ranks, 52 GB of pages each
+    assert not fits("gpt-oss-120b", 128, 32768)  # 33 and 60 GB of experts, 77 GB of pages
+    assert fits("gpt-oss-120b", 32, 8192)
+    assert meter_module._both_roles_fit(build("gpt-oss-120b", []), both, [])
