@@ -37,6 +37,11 @@ CALL = (
     THINK.format(THOUGHT) + "<|channel|>commentary to=functions.get_weather <|constrain|>json"
     '<|message|>{"city":"Oslo"}<|call|>'
 )
+RUN = (
+    THINK.format("I run it.") + "<|channel|>commentary to=functions.run_python <|constrain|>json"
+    '<|message|>{"input":"print(\\"sung ☃\\")\\n"}<|call|>'
+)
+ANSWER_AFTER_RUN = "<|channel|>final<|message|>It ran.<|return|>"
 ANSWER_AFTER_CALL = "<|channel|>final<|message|>It is cold in Oslo.<|return|>"
 
 
@@ -60,6 +65,10 @@ def answer_to(prompt: str) -> str:
     last = prompt.removesuffix("<|start|>assistant").rsplit("<|start|>", 1)[-1]
     if last.startswith("functions.get_weather to=assistant"):
         return ANSWER_AFTER_CALL
+    if last.startswith("functions.run_python to=assistant"):
+        return ANSWER_AFTER_RUN
+    if "type run_python" in prompt:
+        return RUN
     return CALL if "type get_weather" in prompt else PLAIN_ANSWER
 
 
