@@ -90,3 +90,25 @@ for (const [name, model] of Object.entries(MODELS)) {
     console.log(`ok ${name} ${check.name}`);
   }
 }
+
+// The model's input to a custom tool is text, not JSON; only the Responses API of this client has them.
+async function customTool(model, streamed) {
+  const ran = [];
+  const run_python = openai.tools.customTool({
+    name: "run_python",
+    description: "Runs a program.",
+    execute: async (input) => {
+      ran.push(input);
+      return "sung";
+    },
+  });
+  const options = { model, tools: { run_python }, prompt: "Run it.", maxRetries: 0, stopWhen: stepCountIs(3) };
+  const result = streamed ? streamText(options) : await generateText(options);
+  assert.equal(await result.text, "It ran.");
+  assert.deepEqual(ran, ['print("sung ☃")\n']);
+}
+
+for (const streamed of [false, true]) {
+  await customTool(MODELS["openai.responses"], streamed);
+  console.log(`ok openai.responses ${streamed ? "streamedCustomTool" : "customTool"}`);
+}
