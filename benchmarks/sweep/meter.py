@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from antiphon.benchmarks.plan.cost_model import RESERVED_BYTES, CostModel, build
@@ -132,10 +133,16 @@ class RankMeter:
     """
 
     def __init__(
-        self, model: str, layout: Layout, points: Sequence[Point], device: DeviceType, effort: Effort
+        self,
+        model: str,
+        layout: Layout,
+        points: Sequence[Point],
+        device: DeviceType,
+        effort: Effort,
+        waiting: list[Connection] | None = None,
     ) -> None:
         self._model, self._layout, self._points = model, layout, points
-        self._device, self._effort = device, effort
+        self._device, self._effort, self._waiting = device, effort, waiting
         cost = build(model, [])
         self._fp8_fits = device == "cuda" and layout.ep > 1 and cost.holds_fp8(layout)
         self._starts_anew = self._fp8_fits and not _both_roles_fit(cost, layout, points)
@@ -175,7 +182,7 @@ class RankMeter:
             ]
             pages = pages_for(preset(self._model), mine, self._effort.steps, self._effort.chunk_tokens)
             plan = RankPlan(self._model, self._layout, self._device, pages, resident_fp8)
-            bench = self._stack.enter_context(open_rank_bench(plan))
+            bench = self._stack.enter_context(open_rank_bench(plan, self._waiting))
             self._ranks = bench.road
             self._loaded = LoadedModel(bench, mine, self._effort)
         return self._loaded
@@ -191,8 +198,11 @@ def _both_roles_fit(cost: CostModel, layout: Layout, points: Sequence[Point]) ->
     return weights + fp8 + pages <= cost.gpu.memory_bytes - RESERVED_BYTES
 
 
-def engine_opener(device: DeviceType, effort: Effort) -> OpenMeter:
-    """Opens the engine's meter for any layout of one replica or several."""
+def engine_opener(device: DeviceType, effort: Effort, waiting: list[Connection] | None = None) -> OpenMeter:
+    """Opens the engine's meter for any layout of one replica or several.
+
+    ``waiting`` are pipes to processes that may become further ranks; see ``ranks.open_rank_bench``.
+    """
 
     @contextmanager
     def open_engine(model: str, layout: Layout, points: Sequence[Point]) -> Iterator[Meter]:
@@ -203,7 +213,7 @@ def engine_opener(device: DeviceType, effort: Effort) -> OpenMeter:
                 yield meter
             return
         single: EngineMeter | RankMeter = (
-            RankMeter(model, layout, points, device, effort)
+            RankMeter(model, layout, points, device, effort, waiting)
             if layout.tp > 1
             else EngineMeter(model, points, device, effort)
         )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Protocol
 
 import torch
@@ -33,6 +36,7 @@ JOIN_TIMEOUT_S = 180.0
 LOAD_TIMEOUT_S = 900.0
 STEP_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 30.0
+SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +132,12 @@ def pages_for(config: GptOssConfig, points: Sequence[Point], steps: int, chunk: 
 
 
 @contextmanager
-def open_rank_bench(plan: RankPlan) -> Iterator[RankBench]:
+def open_rank_bench(plan: RankPlan, waiting: list[Connection] | None = None) -> Iterator[RankBench]:
     """Start the other ranks, meet them, and end them with the block.
+
+    Args:
+        waiting: pipes to processes in ``wait_for_plan``, which become ranks and are taken from the list;
+            further ones are started here.
 
     Raises:
         ConfigError: the model cannot be spread this way.
@@ -138,13 +146,17 @@ def open_rank_bench(plan: RankPlan) -> Iterator[RankBench]:
     size = plan.layout.tp
     ParallelLayout(size, plan.layout.ep > 1, 0).check(preset(plan.model))
     store = open_store(0, size)
-    spawn = multiprocessing.get_context("spawn")
-    others = [
-        spawn.Process(target=follow, args=(plan, rank, store.port), name=f"rank-{rank}", daemon=True)
-        for rank in range(1, size)
-    ]
-    for process in others:
-        process.start()
+    others: list[BaseProcess] = []
+    told: list[Connection] = []
+    for rank in range(1, size):
+        if waiting:
+            told.append(waiting.pop())
+            told[-1].send((plan, rank, store.port))
+        else:
+            others.append(
+                SPAWN.Process(target=follow, args=(plan, rank, store.port), name=f"rank-{rank}", daemon=True)
+            )
+            others[-1].start()
     try:
         model, group = load_rank(plan, 0, store)
         leader = LeaderModel(model, group)
@@ -162,6 +174,24 @@ def open_rank_bench(plan: RankPlan) -> Iterator[RankBench]:
             process.join(END_TIMEOUT_S)
             if process.is_alive():
                 process.kill()
+        for pipe in told:  # closes with the process, which whoever started it kills if it must
+            pipe.poll(END_TIMEOUT_S)
+            pipe.close()
+
+
+def wait_for_plan(pipe: Connection, visible: str | None) -> None:
+    """A process that has loaded everything, and is a rank other than 0 once it is told which.
+
+    Args:
+        visible: GPUs that it shall see, as of ``CUDA_VISIBLE_DEVICES``.
+    """
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    try:
+        plan, rank, port = pipe.recv()
+    except EOFError:
+        return  # nobody needed it
+    follow(plan, rank, port)
 
 
 def follow(plan: RankPlan, rank: int, port: int) -> None:

@@ -1,11 +1,15 @@
-"""Data parallelism as whole replicas: each in a process with devices of its own, all measuring at once."""
+"""Data parallelism as whole replicas: each in a process with devices of its own, all measuring at once.
+
+Processes are forked from one that has loaded everything and has not touched a GPU, so that they start at
+once; so are those that become further ranks of a replica.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -19,8 +23,12 @@ END_TIMEOUT_S = 60.0
 AT_ONCE = "at_once"
 """Key of a record that was taken while the rest of the layout it names measured the same point."""
 VISIBLE = "CUDAVISIBLE_DEVICES"
-_ENVIRONMENT = threading.Lock()
-"""Held while this process's environment is that of a process which starts."""
+PRELOADED = ["antiphon.benchmarks.sweep.loaded", "antiphon.benchmarks.sweep.ranks"]
+ROLES = 2
+"""Times that the ranks of a replica may be started."""
+_FORKS = multiprocessing.get_context("forkserver")
+_STARTING = threading.Lock()
+"""One process at a time is started, by whichever thread."""
 
 
 class ReplicaMeter:
@@ -85,24 +93,44 @@ def open_replicas(
         devices: numbers of the GPUs that they may take; the first ones when absent.
     """
     numbers = range(layout.gpus) if devices is None else devices
-    spawn = multiprocessing.get_context("spawn")
     one = replace(layout, dp=1)
     mine = [replace(point, layout=one) for point in points]
     with ExitStack() as stack:
         connections = []
         for index in range(layout.dp):
-            here, there = spawn.Pipe()
-            with _visible_devices(device, numbers[index * one.tp : (index + 1) * one.tp]):
-                process = spawn.Process(target=serve_replica, args=(there, model, one, mine, device, effort))
-                process.start()
-            there.close()
-            stack.callback(_end, process, here)
+            visible = None
+            if device == "cuda":
+                visible = visible_devices(numbers[index * one.tp : (index + 1) * one.tp])
+            waiting = [_start(stack, _wait_for_plan, visible) for _ in range(ROLES * (one.tp - 1))]
+            here = _start(stack, serve_replica, visible, waiting, model, one, mine, device, effort)
+            for pipe in waiting:  # the replica's own from here on
+                pipe.close()
             connections.append(here)
         yield ReplicaMeter(layout, connections)
 
 
+def _start(stack: ExitStack, target: Callable[..., None], *arguments: object) -> Connection:
+    """A pipe to a new process, which is given its other end first, and ends with the stack."""
+    with _STARTING:
+        _FORKS.set_forkserver_preload(PRELOADED)
+        here, there = _FORKS.Pipe()
+        process = _FORKS.Process(target=target, args=(there, *arguments))
+        process.start()
+        there.close()
+    stack.callback(_end, process, here)
+    return here
+
+
+def _wait_for_plan(pipe: Connection, visible: str | None) -> None:
+    from antiphon.benchmarks.sweep.ranks import wait_for_plan
+
+    wait_for_plan(pipe, visible)
+
+
 def serve_replica(
     parent: Connection,
+    visible: str | None,
+    waiting: list[Connection],
     model: str,
     layout: Layout,
     points: Sequence[Point],
@@ -110,12 +138,14 @@ def serve_replica(
     effort: Effort,
 ) -> None:
     """A replica's process: measures what it is sent until the other end closes."""
+    if visible is not None:
+        os.environ[VISIBLE] = visible
     if device == "cpu":
         import torch
 
         torch.set_num_threads(1)
     try:
-        with engine_opener(device, effort)(model, layout, points) as meter:
+        with engine_opener(device, effort, waiting)(model, layout, points) as meter:
             while True:
                 point = parent.recv()
                 try:
@@ -127,28 +157,10 @@ def serve_replica(
 
 
 def visible_devices(numbers: Sequence[int]) -> str:
-    """``CUDAVISIBLE_DEVICES`` of a process that may take these of the GPUs that this one sees."""
+    """``CUDA_VISIBLE_DEVICES`` of a process that may take these of the GPUs that this one sees."""
     before = os.environ.get(VISIBLE)
     known = before.split(",") if before else [str(index) for index in range(max(numbers) + 1)]
     return ",".join(known[number] for number in numbers)
-
-
-@contextmanager
-def _visible_devices(device: DeviceType, numbers: Sequence[int]) -> Iterator[None]:
-    """What a process started within sees of the GPUs."""
-    if device == "cpu":
-        yield
-        return
-    with _ENVIRONMENT:
-        before = os.environ.get(VISIBLE)
-        os.environ[VISIBLE] = visible_devices(numbers)
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[VISIBLE]
-            else:
-                os.environ[VISIBLE] = before
 
 
 def _end(process: multiprocessing.process.BaseProcess, connection: Connection) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from antiphon.benchmarks.sweep.command import Sizes, SweepIncomplete, run_comman
 from antiphon.benchmarks.sweep.meter import Effort, NotMeasurable
 from antiphon.benchmarks.sweep.points import Point, layouts_for
 from antiphon.benchmarks.sweep.ranks import CachePages, pages_for
-from antiphon.benchmarks.sweep.replicas import ReplicaMeter
+from antiphon.benchmarks.sweep.replicas import PRELOADED, ReplicaMeter
 from antiphon.model.config import preset
 
 EFFORT = Effort(steps=3, repeats=1, chunk_tokens=128)
@@ -84,6 +86,28 @@ def test_a_layout_that_cannot_be_is_named_and_leaves_no_process(tmp_path: Path) 
             effort=EFFORT,
         )
     assert not load_records(tmp_path / "sweep.json")
+
+
+def test_what_processes_are_forked_from_has_not_touched_a_gpu() -> None:
+    """CUDA cannot be used in a fork of a process that used it, nor are threads forked along."""
+    code = f"""
+import ctypes, importlib, threading, torch
+def refuse(*_, **__): raise SystemExit("CUDA is asked for while modules load")
+for name in ("_cuda_init", "_cuda_getDeviceCount", "_cuda_getDevice"):
+    setattr(torch._C, name, refuse)
+for name in ("init", "_lazy_init", "is_available", "device_count", "current_device", "get_device_properties"):
+    setattr(torch.cuda, name, refuse)
+real = ctypes.CDLL.__init__
+def load(self, name=None, *rest, **more):
+    if name and "cuda" in str(name): refuse()
+    real(self, name, *rest, **more)
+ctypes.CDLL.__init__ = load
+for each in {PRELOADED!r}:
+    importlib.import_module(each)
+assert threading.active_count() == 1
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_layouts_take_all_devices_and_no_more() -> None:
