@@ -96,6 +96,7 @@ docs: $(STAMP) ## Write the pages that are made from the code
 	$(PY) helm/monitoring/generate.py
 	$(PY) helm/golden_renders.py
 	$(PY) -m antiphon.benchmarks.report.page
+	$(PY) -m antiphon.benchmarks.report.precision_page
 	$(PY) -m antiphon.demo.report
 
 lock: ## Write requirements/lock.txt from the present .venv, and the images' locks
