@@ -39,6 +39,7 @@ model:
   path: {{ include "antiphon.modelFolder" . }}
   served_name: {{ .Values.model.name | quote }}
   dtype: {{ .Values.model.dtype }}
+  kv_dtype: {{ .Values.model.kvDtype }}
   max_context_tokens: {{ .Values.model.maxContextTokens | toJson }}
 router:
   {{- toYaml (merge $router (deepCopy .Values.router.config)) | nindent 2 }}
