@@ -67,7 +67,7 @@ async def test_the_tokens_of_a_stream_come_while_megabytes_are_encoded(deploy, u
     began = time.perf_counter()
     token_ids = formatter.encode(text)
     alone_s = time.perf_counter() - began
-    answer = formatter.vocabulary.encode_marked("<|channel|>final<|message|>" + "word " * 2000)
+    answer = formatter.vocabulary.encode_marked("<|channel|>final<|message|>" + "word " * 10_000)
     workers = ScriptedGateway(lambda _: answer)
     workers.step_s = 0.005
     deployment = await deploy(workers, ROOMY, formatter)
@@ -208,7 +208,7 @@ async def test_too_much_that_waits_is_429(deploy, monkeypatch):
     posts = [deployment.http.post("/tokenize", content=body) for _ in range(8)]
     statuses = [response.status_code for response in await asyncio.gather(*posts)]
     assert set(statuses) == {200, 429}
-    assert statuses.count(200) == 2
+    assert statuses.count(200) >= 2
     short = await deployment.http.post("/tokenize", json={"prompt": "short"})
     assert short.status_code == 200
 
