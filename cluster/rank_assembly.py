@@ -21,6 +21,7 @@ from antiphon.kv_transfer.rank_server import RankServer
 from antiphon.kv_transfer.step_fences import StepFences
 from antiphon.kv_transfer.transport import TransportFactory
 from antiphon.model.checkpoint.index import open_checkpoint
+from antiphon.model.forward import KvLayers, LanguageModel, ReservesForPages
 from antiphon.model.parallel.commands import RankModel
 from antiphon.model.parallel.follower import FollowerLoop
 from antiphon.model.parallel.layout import ParallelLayout
@@ -58,6 +59,13 @@ def engine_settings(role: Role, config: DeploymentConfig, model: RankModel) -> E
         max_context_tokens=config.model.max_context_tokens,
         layer_groups=config.transfer.layer_groups,
     )
+
+
+def reserve_for_prompts(role: Role, mine: WorkerConfig, model: LanguageModel, kv: KvLayers) -> None:
+    """Have what a worker that computes prompts needs besides its pages, while it still may fail to start."""
+    computes = role is Role.PREFILL or mine.local_prefill != "never"
+    if computes and isinstance(model, ReservesForPages):
+        model.reserve_for_chunks(kv)
 
 
 def rank_device(mine: WorkerConfig, rank: int) -> torch.device:
@@ -223,6 +231,7 @@ def follow_in(
         kv_heads=model.config.num_key_value_heads // group.size,
         full_fp8=config.model.fp8_kv,
     )
+    reserve_for_prompts(role, worker_config(role, config), model, pages)
     rank_kv = FollowerKv(role, config, rank, pages, cluster_token, transport_factory)
     try:
         FollowerLoop(

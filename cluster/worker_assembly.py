@@ -15,6 +15,7 @@ from antiphon.cluster.rank_assembly import (
     LeaderFollowers,
     lead,
     require_built_kernels,
+    reserve_for_prompts,
     weight_cache,
     worker_config,
 )
@@ -85,7 +86,7 @@ def assemble_worker(
         on_scheduled: Callable[[PagesReserved | PrefillStarted], None],
         on_kv_written: Callable[[KvWritten], None],
     ) -> EngineLoop:
-        return EngineLoop(
+        engine = EngineLoop(
             model,
             settings,
             device=mine.device,
@@ -96,6 +97,8 @@ def assemble_worker(
             on_kv_written=on_kv_written,
             grammars=grammars,
         )
+        reserve_for_prompts(role, mine, model, engine.kv_cache)
+        return engine
 
     worker = PrefillWorker if role is Role.PREFILL else DecodeWorker
     return worker(

@@ -42,6 +42,10 @@ class AttentionBlock:
         if weights.fp8 is not None and tokens >= fp8_projection.MIN_TOKENS:
             self._fp8_buffers.reserve(tokens)
 
+    def reserve_for_chunks(self, kv_layer: KvLayer, dtype: torch.dtype) -> None:
+        """Have what chunks need besides such a full layer's pages."""
+        self._attention.reserve_for_chunks(kv_layer, dtype)
+
     def attend(
         self,
         normed: Tensor,

@@ -58,6 +58,11 @@ class PagedAttention:
         self._fp8_decode: dict[int, Fp8DecodeAttention | HopperFp8DecodeAttention] = {}
         self._wide = WidePages()
 
+    def reserve_for_chunks(self, kv_layer: KvLayer, dtype: torch.dtype) -> None:
+        """Have room for such a layer's pages in the queries' dtype, where it holds FP8."""
+        if isinstance(kv_layer, Fp8Pages):
+            self._wide.reserve(kv_layer, dtype)
+
     def __call__(
         self,
         query: Tensor,

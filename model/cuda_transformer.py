@@ -119,6 +119,11 @@ class CudaTransformer:
         self._experts.reserve(tokens)
         self._attention.reserve(tokens, self._layers[0])
 
+    def reserve_for_chunks(self, kv: KvLayers) -> None:
+        """See ``model.forward.ReservesForPages``; all full layers use the same room."""
+        for layer in self.config.full_layers[:1]:
+            self._attention.reserve_for_chunks(kv.layer(layer), torch.bfloat16)
+
     @property
     def inexact_blocks(self) -> tuple[int, int]:
         """Blocks of expert weights that may lose bits in long chunks, and all; see ``ExpertLayers``."""

@@ -45,6 +45,14 @@ class ReservesBuffers(Protocol):
 
 
 @runtime_checkable
+class ReservesForPages(Protocol):
+    """A model that may need room besides the pages where it computes chunks of prompts."""
+
+    def reserve_for_chunks(self, kv: KvLayers) -> None:
+        """Have what chunks need besides these pages, so that a step finds it there."""
+
+
+@runtime_checkable
 class ChoosesTokens(Protocol):
     """A model that chooses tokens without the whole logits in one place, because several ranks hold them."""
 

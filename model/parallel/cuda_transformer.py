@@ -147,6 +147,11 @@ class CudaRankTransformer:
         """See ``model.forward.ReservesBuffers``."""
         self._experts.reserve(tokens)
 
+    def reserve_for_chunks(self, kv: KvLayers) -> None:
+        """See ``model.forward.ReservesForPages``; all full layers use the same room."""
+        for layer in self.config.full_layers[:1]:
+            self._attend.reserve_for_chunks(kv.layer(layer), self.dtype)
+
     @torch.no_grad()
     def forward(
         self, batch: ForwardBatch, kv: KvLayers, after_layer: Callable[[int], None] | None = None

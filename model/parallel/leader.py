@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from antiphon.model.forward import ForwardBatch, KvLayers, ReservesBuffers
+from antiphon.model.forward import ForwardBatch, KvLayers, ReservesBuffers, ReservesForPages
 from antiphon.model.parallel.batch_wire import BatchSizes, pack
 from antiphon.model.parallel.commands import Command, CommandChannel, RankModel, kv_geometry
 from antiphon.model.parallel.rank_group import RankGroup
@@ -215,6 +215,11 @@ class LeaderModel:
             self._channel.send(Command.RESERVE, tokens)
             if isinstance(self._model, ReservesBuffers):
                 self._model.reserve(tokens)
+
+    def reserve_for_chunks(self, kv: KvLayers) -> None:
+        """See ``model.forward.ReservesForPages``; on this rank alone, the others have pages of their own."""
+        if isinstance(self._model, ReservesForPages):
+            self._model.reserve_for_chunks(kv)
 
     def _claim(self) -> int | None:
         """The number of the one command that was captured since the last time; None when there was none."""
