@@ -134,11 +134,14 @@ class WriteTimes:
     def __init__(self) -> None:
         self.cpu: dict[str, list[float]] = {}
 
-    def protocol(self) -> type[AbortableProtocol]:
+    def protocol_class(self, head_timeout_s: float, body_timeout_s: float) -> type[AbortableProtocol]:
         """The server's protocol with a transport that notes its writes."""
-        times = self
+        times, head_s, body_s = self, head_timeout_s, body_timeout_s
 
         class TimedProtocol(AbortableProtocol):
+            head_timeout_s = head_s
+            body_timeout_s = body_s
+
             def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
                 super().connection_made(TimedTransport(transport, times))  # type: ignore[arg-type]
 
@@ -171,7 +174,7 @@ async def measure(shape: Shape, step_s: float, formatter: HarmonyFormatter, work
     gateway = SteppingGateway(answer, workers)
     config = DeploymentConfig.model_validate({"model": {"path": "none"}, "router": {"port": 0}})
     written = WriteTimes()
-    setattr(server_module, "AbortableProtocol", written.protocol())  # noqa: B010  (a class of its module)
+    setattr(server_module, "protocol_class", written.protocol_class)  # noqa: B010  (of another module)
     server = RouterServer(config, ServedModel("model", 131_072, 0, "fp"), formatter, gateway)
     await server.start()
     client = await asyncio.create_subprocess_exec(
