@@ -245,8 +245,13 @@ def split(
             help="NAME=URL of somebody else's server on as many GPUs, measured alike; may be repeated."
         ),
     ] = None,
+    peer_python: Annotated[
+        str | None,
+        typer.Option(help="Interpreter that has vLLM: replicas of it, one a GPU, are measured too."),
+    ] = None,
+    peer_chunks: Annotated[str, typer.Option(help="Tokens of a step of these.")] = "2048",
     only: Annotated[
-        str, typer.Option(help="Measure only these arrangements: split, colocated, or a NAME.")
+        str, typer.Option(help="Measure only these arrangements: split, colocated, replicas, or a NAME.")
     ] = "",
     again: Annotated[bool, typer.Option(help="Measure what the file holds already once more.")] = False,
     limit: Annotated[
@@ -273,6 +278,11 @@ def split(
         tuple(parse_duration_s(each, "itl") * 1e3 for each in parts(itl)),
         attainment,
     )
+    peer = None
+    if peer_python is not None:
+        from antiphon.benchmarks.peers.meter import find_peer
+
+        peer = find_peer("vllm", peer_python), [whole(each, "peer-chunks") for each in parts(peer_chunks)]
     durations, warmups = durations_s(duration, "duration"), durations_s(warmup, "warmup")
     deployment = load_deployment(config)
     if model is not None:  # under the same name, since the shape is the same
@@ -284,6 +294,7 @@ def split(
         limits,
         chunks=[whole(each, "chunks") for each in parts(chunks)],
         servers=[_named_url(each) for each in server or ()],
+        peer=peer,
         only=parts(only),
         first_rate_per_s=None if rate == "expected" else positive(rate, "rate"),
         step=step,

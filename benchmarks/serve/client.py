@@ -41,6 +41,8 @@ class Target:
     timeout_s: float = 600.0
     extra: Mapping[str, object] | None = None
     """Further fields of every request's body."""
+    further_urls: tuple[str, ...] = ()
+    """Of replicas of the same server; sessions take turns among all."""
 
     @property
     def path(self) -> str:
@@ -82,17 +84,18 @@ class Client:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._endpoint = Endpoint.parse(target.base_url, target.path, target.api_key)
-        self._tls = ssl.create_default_context() if self._endpoint.tls else None
+        urls = (target.base_url, *target.further_urls)
+        self._endpoints = [Endpoint.parse(url, target.path, target.api_key) for url in urls]
+        self._tls = ssl.create_default_context() if any(each.tls for each in self._endpoints) else None
 
     async def resolve(self) -> None:
-        """Look the host up once, before the first request.
+        """Look the hosts up once, before the first request.
 
         Raises:
             ServerUnusable: it has no address that takes a connection.
         """
         try:
-            self._endpoint = await resolve(self._endpoint)
+            self._endpoints = [await resolve(endpoint) for endpoint in self._endpoints]
         except StreamFailed as error:
             raise ServerUnusable(f"{self._target.base_url}: {error}") from error
 
@@ -113,11 +116,11 @@ class Client:
     async def send(self, observation: Observation, body: bytes) -> str:
         """Send one request, fill in what is observed, return the answer's text. Failures are observations."""
         reader = _Reader(observation)
+        endpoint = self._endpoints[observation.session % len(self._endpoints)]
+        tls = self._tls if endpoint.tls else None
         observation.sent_s = time.monotonic()
         try:
-            head, error_body = await post_stream(
-                self._endpoint, body, reader.event, self._target.timeout_s, self._tls
-            )
+            head, error_body = await post_stream(endpoint, body, reader.event, self._target.timeout_s, tls)
         except StreamFailed as error:
             observation.error = str(error)
         else:
@@ -202,11 +205,15 @@ async def prepare(
 ) -> Target:
     """Ask the server what it serves and takes; ``kind`` None prefers token ids.
 
+    Args:
+        base_url: one, or those of replicas with ``+`` between them, of which the first is asked.
+
     Raises:
         ServerUnusable: it cannot be reached, or answers the probes with errors.
         WorkloadError: the URL is no URL.
     """
-    root = Endpoint.parse(base_url, "", api_key)
+    first, *others = base_url.split("+")
+    root = Endpoint.parse(first, "", api_key)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     scheme, host = ("https" if root.tls else "http"), (f"[{root.host}]" if ":" in root.host else root.host)
     url = f"{scheme}://{host}:{root.port}{root.path}"
@@ -220,6 +227,7 @@ async def prepare(
                 target = replace(target, kind="chat")
             if target.kind == "chat":
                 target = replace(target, overhead_tokens=await _format_overhead(http, target))
+            target = replace(target, further_urls=tuple(others))
         except httpx.HTTPError as error:
             raise ServerUnusable(f"{url}: {error or type(error).__name__}") from error
     return target

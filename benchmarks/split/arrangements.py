@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from antiphon.benchmarks.peers.replicas import PeerReplicas
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.configs.workers import WorkerConfig
 from antiphon.protocol.errors import ConfigError
@@ -24,7 +25,9 @@ class Arrangement:
     config: DeploymentConfig | None = None
     """What is started; None for a server that runs already."""
     url: str | None = None
-    """Where the server is that runs already."""
+    """Where the server is that runs already; replicas with ``+`` between their URLs."""
+    replicas: PeerReplicas | None = None
+    """What is started where it is another system: a replica on each GPU."""
 
     @property
     def label(self) -> str:

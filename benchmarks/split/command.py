@@ -11,6 +11,8 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from antiphon.benchmarks.peers.meter import PeerSystem
+from antiphon.benchmarks.peers.replicas import PeerReplicas
 from antiphon.benchmarks.plan.cost_model import build
 from antiphon.benchmarks.records import load_results
 from antiphon.benchmarks.split.arrangements import Arrangement, colocated_of, split_of
@@ -21,6 +23,9 @@ from antiphon.benchmarks.split.observed import LoadRun, load_runs
 from antiphon.benchmarks.split.run import DRAIN_S, HttpLoad, device_name, run_comparison
 from antiphon.benchmarks.split.verdict import Row, comparison
 from antiphon.configs.schema import DeploymentConfig
+
+LONGEST_TOKENS = 8192
+"""Prompt and answer of the mixes' longest request, and room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +38,38 @@ class Limits:
 
 
 def arrangements_of(
-    config: DeploymentConfig, chunks: Sequence[int], servers: Sequence[tuple[str, str]]
+    config: DeploymentConfig,
+    chunks: Sequence[int],
+    servers: Sequence[tuple[str, str]],
+    peer: tuple[PeerSystem, Sequence[int]] | None = None,
 ) -> list[Arrangement]:
-    """The split, a colocated deployment for each chunk, and servers that run already (name, URL).
+    """The split, a colocated deployment for each chunk, servers that run already (name, URL), and replicas of
+    another system for each of its chunks.
 
     Raises:
         ConfigError: the configuration is no split, or a chunk does not go with its pages.
     """
     split = split_of(config)
     found = [split, *(colocated_of(config, chunk) for chunk in chunks)]
-    return found + [Arrangement(name, split.gpus, url=url) for name, url in servers]
+    found += [Arrangement(name, split.gpus, url=url) for name, url in servers]
+    if peer is not None:
+        system, theirs = peer
+        found += [_replicas_of(config, split.gpus, system, chunk) for chunk in theirs]
+    return found
+
+
+def _replicas_of(config: DeploymentConfig, gpus: int, system: PeerSystem, chunk: int) -> Arrangement:
+    """One on each GPU, with as many places as a decode worker has."""
+    replicas = PeerReplicas(
+        system,
+        config.model.name,
+        gpus,
+        chunk,
+        config.decode.max_batch_size,
+        LONGEST_TOKENS,
+        config.decode.device == "cuda",
+    )
+    return Arrangement(f"{system.label} replicas", gpus, chunk, replicas=replicas)
 
 
 def run_command(
@@ -52,6 +79,7 @@ def run_command(
     *,
     chunks: Sequence[int],
     servers: Sequence[tuple[str, str]] = (),
+    peer: tuple[PeerSystem, Sequence[int]] | None = None,
     only: Sequence[str] = (),
     first_rate_per_s: float | None = 0.5,
     step: float = 1.5,
@@ -78,7 +106,7 @@ def run_command(
         AntiphonError: an arrangement cannot be made, started or measured, or the time is over; what was
             measured is kept and printed.
     """
-    wanted = [each for each in arrangements_of(config, chunks, servers) if not only or each.name in only]
+    wanted = [each for each in arrangements_of(config, chunks, servers, peer) if _asked_for(each, only)]
     ladder = Ladder(
         # Any that is allowed, where ladders begin elsewhere.
         max(1e-9, FEWEST_REQUESTS / (duration_s - warmup_s))
@@ -114,6 +142,11 @@ def run_command(
     finally:
         runs = [run for run in load_runs(output) if (run.model, run.device) == (load.model, load.device)]
         print_comparison(runs, mixes, limits)
+
+
+def _asked_for(arrangement: Arrangement, only: Sequence[str]) -> bool:
+    kinds = {arrangement.name} | ({"replicas"} if arrangement.replicas is not None else set())
+    return not only or not kinds.isdisjoint(only)
 
 
 def describe(run: LoadRun, limits: Limits) -> str:

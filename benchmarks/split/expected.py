@@ -28,7 +28,8 @@ def capacity_per_s(model: CostModel, arrangement: Arrangement, mix: Mix, itl_s: 
     """Requests per second of a mix up to which tokens come within ``itl_s``; 0 when not even one does."""
     config = arrangement.config
     if config is None:  # somebody else's server: as one engine a GPU
-        return arrangement.gpus * _engine_per_s(model, Layout(), PLACES, CHUNK_TOKENS, mix, itl_s)
+        chunk = arrangement.chunk_tokens or CHUNK_TOKENS
+        return arrangement.gpus * _engine_per_s(model, Layout(), PLACES, chunk, mix, itl_s)
     decode, layout = config.decode, _layout(config.decode)
     if not config.prefill.replicas:
         one = _engine_per_s(model, layout, decode.max_batch_size, decode.chunk_tokens, mix, itl_s)
@@ -45,7 +46,8 @@ def in_service(model: CostModel, arrangement: Arrangement, mix: Mix, rate_per_s:
     """Requests that decode at a time, in the long run, at a load; no more than there are places."""
     config = arrangement.config
     if config is None:
-        engines, layout, places, chunk = arrangement.gpus, Layout(), PLACES, CHUNK_TOKENS
+        engines, layout, places = arrangement.gpus, Layout(), PLACES
+        chunk = arrangement.chunk_tokens or CHUNK_TOKENS
         busy = rate_per_s / engines * _prompt_s(model, layout, mix, chunk)
     else:
         engines, layout, places = config.decode.replicas, _layout(config.decode), config.decode.max_batch_size

@@ -34,13 +34,18 @@ class NotServing(AntiphonError):
 
 @asynccontextmanager
 async def start_server(arrangement: Arrangement) -> AsyncIterator[str]:
-    """Base URL of the arrangement's own deployment, or of the server that runs already.
+    """Base URL of the arrangement's own deployment or replicas, or of the server that runs already.
 
     Raises:
-        NotServing: the deployment does not become ready.
+        NotServing, ReplicaFailed: the deployment, or a replica, does not become ready.
     """
     if arrangement.url is not None:
         yield arrangement.url
+        return
+    if arrangement.replicas is not None:
+        ports = [_free_port() for _ in range(arrangement.replicas.count)]
+        async with arrangement.replicas.started(ports) as urls:
+            yield urls
         return
     if arrangement.config is None:
         raise NotServing(f"{arrangement.label}: neither a deployment nor a server")

@@ -96,7 +96,9 @@ class ExpectedLoads:
     def _same_as_another(self, arrangement: Arrangement, mix: Mix) -> bool:
         mine = arrangement.chunk_tokens
         return mine is not None and any(
-            each.chunk_tokens is not None and mix.input_tokens <= each.chunk_tokens < mine
+            each.chunk_tokens is not None
+            and each.name == arrangement.name
+            and mix.input_tokens <= each.chunk_tokens < mine
             for each in self.arrangements
         )
 
