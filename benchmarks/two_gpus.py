@@ -19,6 +19,7 @@ from pathlib import Path
 
 from antiphon.benchmarks.parts import Log, Part, build_kernels, module, run_all
 
+TESTS = ("tests/model/test_parallel_nccl.py", "tests/gpu/test_rank_end_cuda.py")
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
@@ -56,7 +57,7 @@ def gpu_parts(out: Path, model: str) -> tuple[Part, ...]:
         Part("synthesize 20b", ("-m", "antiphon.cluster.cli", *synthesize), 60),
         Part("served 20b", module("served_pair", "--model", model, "--split-only", *pair), 120),
         Part("steps 120b", module("rank_steps", "--parts", "steps", "--model", "gpt-oss-120b", *quick), 90),
-        Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/model/test_parallel_nccl.py"), 60),
+        Part("tests", ("-m", "pytest", "-q", "-m", "gpu", *TESTS), 90),
     )
 
 

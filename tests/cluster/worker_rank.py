@@ -46,9 +46,10 @@ def lead(config: DeploymentConfig, port: int) -> None:
     )
     leader = LeaderModel(model, group)
     leader.start()
-    first = torch.zeros(1, dtype=torch.int64)
-    short = torch.tensor([0, 1], dtype=torch.int32)
-    sequences = PagedSequences(torch.zeros(1, 1, dtype=torch.int32), short, short[1:], first)
+    on = {"device": model.device}
+    first = torch.zeros(1, dtype=torch.int64, **on)
+    short = torch.tensor([0, 1], dtype=torch.int32, **on)
+    sequences = PagedSequences(torch.zeros(1, 1, dtype=torch.int32, **on), short, short[1:], first)
     batch = ForwardBatch(first, first, sequences, sequences)
     for step in range(10**9):
         leader.forward(batch, pages)
@@ -75,11 +76,16 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--lease-s", type=float, required=True)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     config = DeploymentConfig.model_validate(
         {
-            "model": {"path": str(options.checkpoint), "dtype": "float32"},
+            "model": {
+                "path": str(options.checkpoint),
+                "dtype": "float32" if options.device == "cpu" else "bfloat16",
+            },
             "decode": {
+                "device": options.device,
                 "tensor_parallel": 2,
                 "rank_timeout_s": 60.0,
                 "chunk_tokens": 64,
