@@ -53,6 +53,7 @@ class LoadedModel:
             batches = [point.batch for point in self._points if point.batch and point.context == context]
             for batch in batches:
                 if batch not in self._spreads:
+                    free_memory()  # over ranks every engine has pages for all points
                     look_at = min(context, SPREAD_CONTEXT)
                     self._spreads[batch] = engine_decode.decode_spread(self.bench, batch, look_at)
             free_memory()
