@@ -20,7 +20,7 @@ from antiphon.model.config import preset
 from antiphon.model.parallel.layout import ParallelLayout
 
 config = preset("gpt-oss-20b")
-shape = ahead.WorkerShape(ParallelLayout({layout}), page_size={page_size}, max_batch_size=2)
+shape = ahead.WorkerShape(ParallelLayout({layout}), page_size={page_size}, max_batch_size=2, fp8_kv={fp8_kv})
 """
 BUILD = """
 from antiphon.kernels.ahead import build_driver_module, compile_only, triton_folder
@@ -53,11 +53,13 @@ def run(folder: Path, code: str, path: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("layout", "page_size"),
-    [("1", 64), ("2", 32), ("2, expert_parallel=True", 64)],
+    ("layout", "page_size", "fp8_kv"),
+    [("1", 64, False), ("2", 32, True), ("2, expert_parallel=True", 64, False)],
     ids=["TP1", "TP2", "EP2"],
 )
-def test_a_worker_without_a_compiler_runs_what_was_built(layout: str, page_size: int, tmp_path: Path) -> None:
-    shape = SHAPE.format(layout=layout, page_size=page_size)
+def test_a_worker_without_a_compiler_runs_what_was_built(
+    layout: str, page_size: int, fp8_kv: bool, tmp_path: Path
+) -> None:
+    shape = SHAPE.format(layout=layout, page_size=page_size, fp8_kv=fp8_kv)
     assert int(run(tmp_path, shape + BUILD, os.environ["PATH"])) > 10
     assert run(tmp_path, shape + RUN, "/nonexistent") == "ran"

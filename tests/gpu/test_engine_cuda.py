@@ -85,16 +85,12 @@ def settings(**changes: Any) -> EngineSettings:
     return replace(base, **changes)
 
 
-def engine(model: CudaTransformer, *, fast: bool, **changes: Any) -> EngineLoop:
+def engine(model: CudaTransformer, *, fast: bool, full_fp8: bool = False, **changes: Any) -> EngineLoop:
+    pages: dict[str, Any] = {"device": "cuda", "kv_dtype": torch.bfloat16, "full_fp8": full_fp8}
     if not fast:
-        return EngineLoop(model, settings(**changes), device="cuda", kv_dtype=torch.bfloat16)
-    return EngineLoop(
-        model,
-        settings(overlap=True, decode_graphs=True, **changes),
-        device="cuda",
-        kv_dtype=torch.bfloat16,
-        executor=WatchedExecutor,
-    )
+        return EngineLoop(model, settings(**changes), **pages)
+    captured = settings(overlap=True, decode_graphs=True, **changes)
+    return EngineLoop(model, captured, executor=WatchedExecutor, **pages)
 
 
 def request(name: str, length: int, kind: RequestKind, max_tokens: int, **sampling: Any) -> EngineRequest:
@@ -123,11 +119,13 @@ def run(loop: EngineLoop, requests: list[EngineRequest]) -> dict[str, list[int]]
     return said
 
 
-@pytest.mark.parametrize("batch", [1, 4, 8])
-def test_overlapped_graphs_say_what_the_plain_engine_says(model: CudaTransformer, batch: int) -> None:
+@pytest.mark.parametrize(("batch", "full_fp8"), [(1, False), (4, False), (8, False), (1, True), (8, True)])
+def test_overlapped_graphs_say_what_the_plain_engine_says(
+    model: CudaTransformer, batch: int, full_fp8: bool
+) -> None:
     """Equal lengths, so that both compute the same batches, which have graphs of their own size."""
     requests = [request(f"r{i}", 200 + i, RequestKind.COLOCATED, 40) for i in range(batch)]
-    small = {"chunk_tokens": 4096, "full_pages": 160, "sliding_pages": 160}
+    small = {"chunk_tokens": 4096, "full_pages": 160, "sliding_pages": 160, "full_fp8": full_fp8}
     expected = run(engine(model, fast=False, **small), requests)
     loop = engine(model, fast=True, **small)
     first = run(loop, requests)

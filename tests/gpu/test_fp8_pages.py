@@ -94,7 +94,7 @@ def test_the_portable_kernel_says_the_same(splits: int) -> None:
     filled = Filled(EDGES, [1] * len(EDGES), kv_heads=2)
     kernel = Fp8DecodeAttention(len(EDGES), 16, 2, D, filled.query.device, splits=splits)
     # It rounds the scaled query to bfloat16, and scores of heavy-tailed keys are large.
-    assert relative_error(filled.run(kernel), filled.expected()) <= 3 * BOUND
+    assert relative_error(filled.run(kernel), filled.expected()) <= 4 * BOUND
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -127,7 +127,16 @@ def test_chunks_continue_a_cached_prefix(lengths: list[int], queries: list[int])
     hopper_prefill_attention(
         *(filled.query, wide, filled.sequences, filled.sinks, None, SCALE, max(queries)), out=out
     )
-    assert relative_error(out, filled.expected()) <= BOUND
+    held = filled.sequences.block_table.unique().long()
+    exact, found = filled.pages.widened(held), wide[held].float()
+    written = exact.isfinite()
+    assert bool(((found - exact).abs() <= exact.abs() * 2.0**-8)[written].all()), (
+        "but for bfloat16's rounding"
+    )
+    plain = wide.float().nan_to_num(0.0)
+    query = filled.query.float()
+    expected = reference.paged_attention(query, plain, filled.sequences, filled.sinks, None, SCALE)
+    assert relative_error(out, expected) <= BOUND
 
 
 @pytest.mark.parametrize("kv_heads", [1, 8])
