@@ -2,9 +2,9 @@
 
 Every record says what was measured (``bench``, ``model``, ``layout`` and the point), on what (``device``,
 ``commit``, ``date``), and the figure itself: ``value`` in ``unit``, the ``floor`` in the same unit, and
-``peer``: the system's name and version when the figure is not ours, an object ``{system, value, date}`` when
-it is ours and that system was measured at the same point in the same run. A file that is not a list of such
-objects is another kind of result and is left to whoever wrote it.
+``peer``: the system's name and version when the figure is not ours; when it is, and that system was measured
+at the same point in the same run, an object ``{system, value, date, layout}``. A file that is not a list of
+such objects is another kind of result and is left to whoever wrote it.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ class PeerFigure:
     value: float
     """In the unit of the record that it belongs to."""
     date: str
+    layout: str
+    """Over as many GPUs as the record's."""
 
     @classmethod
     def from_json(cls, entry: dict[str, object]) -> Self:
@@ -103,7 +105,8 @@ class PeerFigure:
         Raises:
             KeyError, TypeError: it is none.
         """
-        return cls(str(entry["system"]), _number(entry["value"]), str(entry["date"]))
+        layout = Layout.parse(str(entry["layout"])).name
+        return cls(str(entry["system"]), _number(entry["value"]), str(entry["date"]), layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,9 @@ def beside(
         ),
     ] = None,
     input_tokens: Annotated[str, typer.Option(help="Prompt lengths.")] = "1024,8192,32768",
-    layouts: Annotated[str, typer.Option(help="Such as 'TP1,TP2'.")] = "TP1",
+    layouts: Annotated[
+        str, typer.Option(help="Such as 'TP1,TP2'; 'TP2 EP2=TP2' where theirs is another.")
+    ] = "TP1",
     steps: Annotated[int, typer.Option(min=16, help="Decode steps timed for each point.")] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Prompts timed for each point.")] = 3,
     chunk: Annotated[int, typer.Option(min=64, help="Prompt tokens of one step of ours.")] = 8192,

@@ -26,6 +26,7 @@ from antiphon.benchmarks.sweep.command import Sizes, SweepIncomplete
 from antiphon.benchmarks.sweep.meter import DeviceType, Effort, OpenMeter, devices_here, remote_opener
 from antiphon.benchmarks.sweep.points import Point, grid
 from antiphon.benchmarks.sweep.run import Outcome, run_sweep
+from antiphon.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Comparison:
     sizes: dict[str, Sequence[Sizes]]
     """Points by model."""
     layouts: tuple[str, ...] = ("TP1",)
+    """``OURS=THEIRS`` where the other system has another one over as many GPUs, such as ``TP2 EP2=TP2``."""
     effort: Effort = field(default_factory=Effort)
     peer_chunk_tokens: int = 32768
     """Prompt tokens of a step of the other system, which may be best at another size than ours."""
@@ -59,9 +61,8 @@ def run_command(comparison: Comparison, output: Path) -> None:
         ConfigError, NotMeasurable: a layout takes more devices than there are.
     """
     run = _Run(comparison, find_peer(*comparison.system), output)
-    jobs = [
-        run.job(model, Layout.parse(layout)) for layout in comparison.layouts for model in comparison.sizes
-    ]
+    layouts = [_both(layout) for layout in comparison.layouts]
+    jobs = [run.job(model, *both) for both in layouts for model in comparison.sizes]
     try:
         lanes.run_at_once(jobs, comparison.devices or devices_here(comparison.device))
     finally:
@@ -84,8 +85,8 @@ class _Run:
         self._console = Console(stderr=True)
         self.outcome = Outcome()
 
-    def job(self, model: str, layout: Layout) -> lanes.Job:
-        """One model in one layout: ours, then the other system's, on the same devices."""
+    def job(self, model: str, layout: Layout, over: Layout) -> lanes.Job:
+        """One model in one layout: ours, then the other system's in its own, on the same devices."""
         comparison, cost = self._comparison, build(model, [])
         points = [
             point
@@ -109,17 +110,20 @@ class _Run:
                 numbers if comparison.device == "cuda" else (),
                 comparison.logs,
             )
-            self._sweep(wanted, theirs, label)
+            self._sweep([replace(point, layout=over) for point in wanted], theirs, label, layout)
 
         return lanes.Job(f"{model} {layout.name}", layout.gpus, run)
 
-    def _sweep(self, points: Sequence[Point], opener: OpenMeter, peer: str | None) -> None:
+    def _sweep(
+        self, points: Sequence[Point], opener: OpenMeter, peer: str | None, ours_over: Layout | None = None
+    ) -> None:
         def on_point(point: Point, result: str) -> None:
             who = peer or "this project"
             self._console.print(f"{who}, {point.name}: {result}", markup=False, highlight=False)
-            if peer is not None:
+            if peer is not None and ours_over is not None:
                 here = [each for each in load_records(self._output) if each.date >= self._begun]
-                append_records(self._output, joined(here, peer, point))
+                ours = replace(point, layout=ours_over)
+                append_records(self._output, joined(here, peer, ours, point.layout))
 
         part = run_sweep(
             points,
@@ -131,6 +135,20 @@ class _Run:
             time_is_over=lambda: time.monotonic() > self._end,
         )
         self.outcome.add(part)
+
+
+def _both(text: str) -> tuple[Layout, Layout]:
+    """Ours and theirs.
+
+    Raises:
+        ConfigError: over different numbers of GPUs.
+        RecordError: one is no layout.
+    """
+    ours, _, theirs = text.partition("=")
+    both = Layout.parse(ours), Layout.parse(theirs or ours)
+    if both[0].gpus != both[1].gpus:
+        raise ConfigError(f"layouts {text!r}: {both[0].gpus} and {both[1].gpus} GPUs")
+    return both
 
 
 def print_pairs(records: Sequence[Record]) -> None:
@@ -149,6 +167,6 @@ def print_pairs(records: Sequence[Record]) -> None:
             f"{each.value:.3f}",
             f"{each.beside.value:.3f}",
             f"{each.beside.value / each.value:.2f}",
-            each.beside.system,
+            f"{each.beside.system} {each.beside.layout}",
         )
     Console(width=120).print(table)

@@ -6,22 +6,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from antiphon.benchmarks.records import RESULTS, PeerFigure, Record, read_json
+from antiphon.benchmarks.records import RESULTS, Layout, PeerFigure, Record, read_json
 from antiphon.benchmarks.sweep.points import Point
 
 
-def joined(records: Sequence[Record], peer: str, point: Point) -> list[Record]:
-    """Our records of a point, each with the figure of ``peer`` from the same kind of device."""
+def joined(
+    records: Sequence[Record], peer: str, point: Point, theirs_over: Layout | None = None
+) -> list[Record]:
+    """Our records of a point, each with the figure of ``peer`` from the same kind of device.
+
+    Args:
+        theirs_over: the layout of ``peer`` where it is not that of the point.
+    """
+    their_point = point if theirs_over is None else replace(point, layout=theirs_over)
     found = []
     for ours in filter(point.measured_by, records):
         theirs = [
             each
             for each in records
-            if point.measured_by(each, peer) and (each.device, each.unit) == (ours.device, ours.unit)
+            if their_point.measured_by(each, peer) and (each.device, each.unit) == (ours.device, ours.unit)
         ]
         if theirs:
             best = min(theirs, key=lambda each: each.value)
-            found.append(replace(ours, beside=PeerFigure(peer, best.value, best.date)))
+            found.append(replace(ours, beside=PeerFigure(peer, best.value, best.date, best.layout)))
     return found
 
 

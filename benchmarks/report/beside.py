@@ -51,10 +51,11 @@ def peer_section(
                 pair, theirs = together[point, peer]
                 ours_ms, peer_ms, known, when = pair.value, theirs.value, True, pair.date[:10]
                 floor_ms = pair.floor
+                over = "" if theirs.layout == pair.layout else f" ({theirs.layout})"
             else:
                 ours = figure(point, model, measured, 1.0)
                 ours_ms, peer_ms, known = ours.seconds * 1e3, apart[point, peer] * 1e3, ours.measured
-                floor_ms, when = _floor_ms(measured, point, peer), "apart"
+                floor_ms, when, over = _floor_ms(measured, point, peer), "apart", ""
             rows.append(
                 [
                     model.model,
@@ -64,7 +65,7 @@ def peer_section(
                     marked(short(ours_ms), known),
                     short(peer_ms),
                     marked(f"{peer_ms / ours_ms:.2f}", known),
-                    peer,
+                    peer + over,
                     when,
                 ]
             )

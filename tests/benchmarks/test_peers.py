@@ -358,7 +358,12 @@ def test_a_pair_is_of_one_run_alone(loading_python: str, tmp_path: Path) -> None
     ours = Record("prefill", "tiny", "TP1", "CPU", "c", "2020-01-01", 5.0, "ms", input_tokens=64)
     theirs = replace(ours, peer="other 1", value=7.0)
     (pair,) = joined([ours, theirs], "other 1", point)
-    assert pair.beside == PeerFigure("other 1", 7.0, "2020-01-01")
+    assert pair.beside == PeerFigure("other 1", 7.0, "2020-01-01", "TP1")
+    wide = replace(point, layout=Layout(2, 2))
+    both = [replace(ours, layout="TP2 EP2"), replace(theirs, layout="TP2")]
+    assert not joined(both, "other 1", wide)
+    (pair,) = joined(both, "other 1", wide, Layout(2))
+    assert (pair.layout, pair.beside) == ("TP2 EP2", PeerFigure("other 1", 7.0, "2020-01-01", "TP2"))
     assert not joined([ours, replace(theirs, device="another")], "other 1", point)
     assert not joined([ours, theirs], "other 2", point)
     output = tmp_path / "beside.json"
@@ -370,6 +375,8 @@ def test_a_pair_is_of_one_run_alone(loading_python: str, tmp_path: Path) -> None
     assert load_records(output) == [ours]
     with pytest.raises(PeerMissing):
         run_beside(replace(comparison, system=("vllm", sys.executable)), output)
+    with pytest.raises(ConfigError, match="2 and 1 GPUs"):
+        run_beside(replace(comparison, layouts=("TP2=TP1",)), output)
 
 
 def test_points_of_a_comparison_are_read_from_the_command_line(

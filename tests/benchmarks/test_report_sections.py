@@ -78,7 +78,9 @@ def test_the_fastest_way_of_a_peer_stands_beside_ours(tmp_path: Path) -> None:
 
 def test_what_was_measured_in_one_run_goes_before_what_was_measured_apart(tmp_path: Path) -> None:
     apart = replace(OURS, peer="other 1.0", value=3.0)
-    pair = replace(OURS, value=2.2, date="2026-02-02", beside=PeerFigure("other 1.0", 3.3, "2026-02-02"))
+    pair = replace(
+        OURS, value=2.2, date="2026-02-02", beside=PeerFigure("other 1.0", 3.3, "2026-02-02", "TP1")
+    )
     append_records(tmp_path / "beside.json", [apart, pair])
     # A later figure of ours that was measured alone does not hide the pair.
     append_records(tmp_path / "r.json", [replace(OURS, value=1.9, date="2026-03-03")])
@@ -86,9 +88,14 @@ def test_what_was_measured_in_one_run_goes_before_what_was_measured_apart(tmp_pa
     assert "| 8 x 8,192 | 1 | 2.2 | 3.3 | 1.50 | other 1.0 | 2026-02-02 |" in page
     assert "other 1.0 | apart |" not in page
     (entry,) = (e for e in json.loads((tmp_path / "beside.json").read_text()) if isinstance(e["peer"], dict))
-    assert entry["peer"] == {"system": "other 1.0", "value": 3.3, "date": "2026-02-02"}
+    whole = {"system": "other 1.0", "value": 3.3, "date": "2026-02-02", "layout": "TP1"}
+    assert entry["peer"] == whole
+    elsewhere = entry | {"layout": "TP2 EP2", "peer": whole | {"layout": "TP2"}}
+    (tmp_path / "beside.json").write_text(json.dumps([elsewhere]))
+    page = render(tmp_path)["benchmarks.md"]
+    assert "| gpt-oss-20b | TP2 EP2 | 8 x 8,192 | 1 | 2.2 | 3.3 | 1.50 | other 1.0 (TP2) |" in page
     (tmp_path / "beside.json").write_text(json.dumps([entry | {"peer": {"system": "other 1.0"}}]))
-    with pytest.raises(RecordError, match="value"):
+    with pytest.raises(RecordError, match=r"beside\.json, entry 0"):
         render(tmp_path)
 
 
