@@ -74,10 +74,7 @@ class Bench:
     def engine(self, settings: EngineSettings) -> EngineLoop:
         """An engine whose whole cache holds random keys and values."""
         loop = EngineLoop(self.model, settings, device=self.device, kv_dtype=self.kv_dtype)
-        for group in ("full", "sliding"):
-            memory = loop.kv_cache.memory(group)
-            for first in range(0, memory.shape[0], 256):
-                memory[first : first + 256].normal_()
+        loop.kv_cache.randomise()
         return loop
 
     def record(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.model.config import GptOssConfig
 from antiphon.model.parallel.follower import FollowerLoop
 from antiphon.model.parallel.leader import LeaderModel
@@ -56,6 +57,34 @@ def test_a_follower_with_other_pages_refuses_the_step_and_releases_the_leader(
         else:
             with pytest.raises(ConfigError, match=message):
                 FollowerLoop(model, one_sequence(model, capacity, page), group).run()
+
+    in_ranks(2, work)
+
+
+def test_ranks_whose_full_layers_hold_different_things_do_not_compute_together(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any, build: Build
+) -> None:
+    def work(group: RankGroup) -> None:
+        model = build(small, group)
+        if group.rank == 0:
+            kv = one_sequence(model, 64, 16)
+            leader = LeaderModel(model, group)
+            leader.start()
+            with pytest.raises(RankLostError, match="rank 0 of 2"):
+                leader.forward(kv.batch(prompt(small, 8), 0), kv)
+            leader.close()
+            return
+        pages = PagedKvCache(
+            *(small,),
+            full_pages=3,
+            sliding_pages=3,
+            page_size=16,
+            dtype=torch.float32,
+            kv_heads=len(model.shape.kv_heads),
+            full_fp8=True,
+        )
+        with pytest.raises(ConfigError, match=r"FP8 in full layers: rank 0 has 0, this one 1$"):
+            FollowerLoop(model, pages, group).run()
 
     in_ranks(2, work)
 
