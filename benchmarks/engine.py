@@ -106,17 +106,17 @@ def _numbers(text: str) -> list[int]:
 
 
 def _choices(options: argparse.Namespace) -> ChunkChoices | None:
-    choices = ChunkChoices(options.fp8_projections, options.expert_tile, options.widening_warps)
+    choices = ChunkChoices(options.fp8_projections, options.expert_tile)
     return None if choices == ChunkChoices() else choices
 
 
-def in_words(choices: ChunkChoices | None, *, chunk_graphs: bool) -> str:
+def in_words(choices: ChunkChoices | None, *, chunk_graphs: bool, resident_fp8: bool = False) -> str:
     """What is not the default, such as ``graphs, FP8 projections, tiles of 128``."""
-    words = ["graphs"] if chunk_graphs else []
+    words = ["FP8 experts"] if resident_fp8 else []
+    words += ["graphs"] if chunk_graphs else []
     if choices is not None:
         words += ["FP8 projections"] if choices.fp8_projections else []
         words += [] if choices.expert_tile is None else [f"tiles of {choices.expert_tile}"]
-        words += ["widening warps"] if choices.widening_warps else []
     return ", ".join(words)
 
 

@@ -210,9 +210,6 @@ def moe_points(model: str, sizes: Sequence[int], layers: int, tiles: Sequence[in
                 launch()
             run = [partial(mixed.run_experts, *layer[:2], workspace, size) for layer in made]
             parts[f"experts {size}"] = graph_time_us(run, replays=5)
-            if size == mixed.WIDE_TILE:
-                apart = [partial(mixed.run_experts, *layer[:2], workspace, size, True) for layer in made]
-                parts["experts, own warps"] = graph_time_us(apart, replays=5)
             if size == tile:
                 parts["rank"] = graph_time_us([route], replays=3, rounds=4)
                 parts["quantise"] = graph_time_us([quantise], replays=3, rounds=4)

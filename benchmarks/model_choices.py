@@ -47,23 +47,20 @@ class Way:
     @property
     def words(self) -> str:
         """What is not the default."""
-        return in_words(self.choices, chunk_graphs=self.graphs)
+        return in_words(self.choices, chunk_graphs=self.graphs, resident_fp8=self.resident_fp8)
 
 
 def ways_of(resident: bool) -> tuple[Way, ...]:
-    """In the order of what is most needed, for a model whose FP8 experts are resident or are not.
-
-    Experts that warps of their own widen are not resident, whatever the model holds.
-    """
-    tile = 128 if resident else 192
-    return (
-        Way("default", resident),
-        Way("graphs", resident, graphs=True),
-        Way("own-warps", False, choices=ChunkChoices(widening_warps=True)),
-        Way("projections", resident, choices=ChunkChoices(fp8_projections=True)),
-        Way(f"tile-{tile}", resident, choices=ChunkChoices(expert_tile=tile)),
-        Way("all", False, graphs=True, choices=ChunkChoices(fp8_projections=True, widening_warps=True)),
-    )
+    """In the order of what is most needed, for a model that holds FP8 experts as well or does not."""
+    ways = [
+        Way("default", False),
+        Way("graphs", False, graphs=True),
+        Way("projections", False, choices=ChunkChoices(fp8_projections=True)),
+        Way("all", False, graphs=True, choices=ChunkChoices(fp8_projections=True)),
+    ]
+    if resident:
+        ways += [Way("resident", True), Way("resident-128", True, choices=ChunkChoices(expert_tile=128))]
+    return tuple(ways)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--decode", type=_pairs, default="8192:1,8,32,128;32768:1,32")
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--prompts", type=_numbers, default="1024,8192,32768")
-    parser.add_argument("--ways", default="default,graphs,own-warps,projections,tile-128,tile-192,all")
+    parser.add_argument("--ways", default="default,graphs,projections,all,resident,resident-128")
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=600.0, help="for everything, the weights included")

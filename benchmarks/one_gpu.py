@@ -22,7 +22,7 @@ from antiphon.benchmarks.records import BENCH_DECODE, Record, load_records
 
 TESTS = {
     "graphs": ("test_chunk_graphs.py", ("graphs",)),
-    "tiles": ("test_moe_chunks.py", ("tile-128", "own-warps", "tile-192")),
+    "tiles": ("test_moe_chunks.py", ("resident", "resident-128")),
     "projections": ("test_fp8_projection.py", ("projections",)),
     "kernels": ("test_decode_kernels.py", ()),
     "model": ("test_cuda_transformer.py", ()),
@@ -33,7 +33,7 @@ MODELS = {
     "gpt-oss-120b": ("8192:1,8,32,64", 1.0),
 }
 """Contexts and batches of decode steps, and the share of the time that is left which a model may take."""
-WAYS = ("default", "graphs", "own-warps", "projections", "tile-128", "tile-192", "all")
+WAYS = ("default", "graphs", "projections", "all", "resident", "resident-128")
 ANYWHERE = frozenset({"default", "graphs"})
 """Ways that a rehearsal on a CPU has too."""
 
@@ -86,7 +86,7 @@ def measure(options: argparse.Namespace, deadline: float) -> bool:
     if options.device == "cuda":
         kernels = module("kernels_chunk_fp8", "--out", str(out / "kernels.json"))
         good = run(Part("kernels of chunks", kernels, 45), deadline) and good
-        tiles = ("--parts", "gpt-oss-20b,gpt-oss-120b", "--tokens", "2048,8192", "--tiles", "192,256")
+        tiles = ("--parts", "gpt-oss-20b,gpt-oss-120b", "--tokens", "2048,8192", "--tiles", "160,256,288")
         widened = module("kernels_prefill", *tiles, "--out", str(out / "kernels.json"))
         good = run(Part("widened experts", widened, 40), deadline) and good
     for name in options.models.split(","):

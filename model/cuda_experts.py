@@ -133,8 +133,6 @@ class HopperExpertLayers:
         self, config: GptOssConfig, device: torch.device, resident_fp8: bool, chunks: ChunkChoices
     ) -> None:
         tile, built = chunks.expert_tile, prefill.TILES if resident_fp8 else mixed.TILES
-        if resident_fp8 and chunks.widening_warps:
-            raise ValueError("no warps widen the weights where FP8 experts are resident")
         if tile is not None and tile not in built:
             raise ValueError(f"expert tiles of {tile} tokens, expected one of {built}")
         self._config = config
@@ -225,5 +223,4 @@ class HopperExpertLayers:
         return x, mixed.moe_add_rms_norm_(
             *(normed, ids, weights, experts.streamed, experts.exponents),
             *(self._mixed_buffers.of(x.shape[0]), *behind, self._chunks.expert_tile),
-            own_warps=self._chunks.widening_warps,
         )

@@ -32,13 +32,10 @@ class ChunkChoices:
     Attributes:
         fp8_projections: hold the attention's projections in FP8 too, and take those for long chunks.
         expert_tile: tokens of an expert's tile; None chooses by what was measured.
-        widening_warps: in tiles of 256 tokens of experts that are not resident in FP8, warps of their own
-            widen the weights.
     """
 
     fp8_projections: bool = False
     expert_tile: int | None = None
-    widening_warps: bool = False
 
 
 def hopper_obstacle(config: GptOssConfig, device: torch.device) -> str | None:

@@ -66,9 +66,6 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "antiphon_moe_mixed_gate_up": (*(_POINTER,) * 8, *(_NUMBER,) * 2, _POINTER),
     # hidden, weights, tops, bias, tiles, tile_count, row_weight, rows, tile_rows, grid, stream
     "antiphon_moe_mixed_down": (*(_POINTER,) * 8, *(_NUMBER,) * 2, _POINTER),
-    # the same, without tile_rows
-    "antiphon_moe_apart_gate_up": (*(_POINTER,) * 8, _NUMBER, _POINTER),
-    "antiphon_moe_apart_down": (*(_POINTER,) * 8, _NUMBER, _POINTER),
 }
 
 

@@ -24,9 +24,9 @@ from antiphon.kernels.moe.streamed import DIM, StreamedExperts
 from antiphon.kernels.reference import ExpertMatrix
 
 NARROW_TILES = (32, 48, 64)
-WIDE_TILE = 256
-TILES = (*NARROW_TILES, 192, WIDE_TILE)
-"""What the kernels are built for; 192 has three warpgroups at work where 256 has two."""
+"""Tokens of a tile whose sums meet the block scales; wider ones have the scales in the weights."""
+TILES = (*NARROW_TILES, 160, 256, 288)
+"""What the kernels are built for; 160 has three warpgroups at work, 256 and 288 have two."""
 ROW_BYTES = -(-DIM // 128) * 128
 """Of a token's operand: whole tiles of 128 columns."""
 EXACT_SPREAD = 14
@@ -70,18 +70,17 @@ def _row_tops(matrix: ExpertMatrix) -> tuple[Tensor, Tensor]:
 
 
 def choose_tile(tokens: int, experts: int) -> int:
-    """Tokens of a tile: one tile an expert while those are few (the mean and two deviations), then two of 64.
+    """Tokens of a tile: the smallest that holds an expert's, to two deviations above the mean; else 256.
 
-    Measured: at 64 tokens an expert tiles of 64 take 1,117 us a layer and tiles of 256 take 1,168 (120b, 2k),
-    or 317 and 319 (20b, 512); at 128 an expert 472 and 379 (20b, 1k).
+    A weight is widened once for every tile that it meets, which costs as much as the products of about a
+    hundred tokens. Where an expert has several tiles in any case, 256 is the fastest.
 
     Args:
         tokens: of the chunk. experts: of the model, all of them about equally wanted.
     """
     mean = tokens * TOP_K / experts
     load = mean + 2 * math.sqrt(mean)
-    roomy = next((tile for tile in NARROW_TILES if load <= tile), WIDE_TILE)
-    return NARROW_TILES[-1] if mean <= NARROW_TILES[-1] < roomy else roomy
+    return next((tile for tile in TILES if load <= tile), 256)
 
 
 class MixedWorkspace:
@@ -150,8 +149,6 @@ def moe_mixed(
     workspace: MixedWorkspace,
     out: Tensor | None = None,
     tile: int | None = None,
-    *,
-    own_warps: bool = False,
 ) -> Tensor:
     """``reference.moe`` with e4m3 operands; the sum of this rank's experts.
 
@@ -162,8 +159,6 @@ def moe_mixed(
         x: [T, 2880] bf16. expert_ids: [T, 4] int64, negative for padding. expert_weights: [T, 4] bf16.
         out: [T, 2880] bf16, allocated when None.
         tile: tokens of a tile, one of TILES; ``choose_tile`` when None.
-        own_warps: in tiles of 256, weights are widened by warps that do nothing else, into shared memory; the
-            values are the same.
 
     Returns:
         ``out``: float32 sums over k in order of bf16 terms; identical from run to run.
@@ -175,7 +170,7 @@ def moe_mixed(
     out = torch.empty_like(x) if out is None else out
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, out)
     tile = choose_tile(tokens, workspace.all_experts) if tile is None else tile
-    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile, own_warps)
+    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile)
     launch("fp8_combine", workspace.rows.data_ptr(), workspace.slots.data_ptr(), out.data_ptr(), tokens)
     return out
 
@@ -191,8 +186,6 @@ def moe_add_rms_norm_(
     norm_weight: Tensor,
     eps: float,
     tile: int | None = None,
-    *,
-    own_warps: bool = False,
 ) -> Tensor:
     """``moe_mixed``, then ``residual += moe`` in place, then the next RMSNorm of it, which is returned.
 
@@ -201,7 +194,7 @@ def moe_add_rms_norm_(
     """
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, residual)
     tile = choose_tile(x.shape[0], workspace.all_experts) if tile is None else tile
-    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile, own_warps)
+    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile)
     return combine_rms_norm_(workspace.rows, workspace.slots, residual, norm_weight, eps)
 
 
@@ -213,12 +206,11 @@ def multiply(
     exponents: RowExponents,
     workspace: MixedWorkspace,
     tile: int,
-    own_warps: bool = False,
 ) -> None:
     """Everything but the combine: weighted outputs in workspace.rows, their places in workspace.slots."""
     route(expert_ids, workspace, tile)
     quantise(x, expert_ids, expert_weights, workspace, tile)
-    run_experts(experts, exponents, workspace, tile, own_warps)
+    run_experts(experts, exponents, workspace, tile)
 
 
 def route(expert_ids: Tensor, workspace: MixedWorkspace, tile: int) -> None:
@@ -251,27 +243,21 @@ def quantise(
 
 
 def run_experts(
-    experts: StreamedExperts,
-    exponents: RowExponents,
-    workspace: MixedWorkspace,
-    tile: int,
-    own_warps: bool = False,
+    experts: StreamedExperts, exponents: RowExponents, workspace: MixedWorkspace, tile: int
 ) -> None:
     """Both projections: workspace.activations -> workspace.hidden -> workspace.rows."""
-    apart = own_warps and tile == WIDE_TILE
-    kernels, shape = ("apart", ()) if apart else ("mixed", (tile,))
     tiles = (workspace.tiles.data_ptr(), workspace.tile_count.data_ptr())
     launch(
-        f"{kernels}_gate_up",
+        "mixed_gate_up",
         *(workspace.activations.data_ptr(), experts.gate_up.data_ptr(), exponents.gate_up.data_ptr()),
         *(experts.gate_up_bias.data_ptr(), *tiles, workspace.token_scale.data_ptr()),
-        *(workspace.hidden.data_ptr(), *shape, workspace.blocks),
+        *(workspace.hidden.data_ptr(), tile, workspace.blocks),
     )
     launch(
-        f"{kernels}_down",
+        "mixed_down",
         *(workspace.hidden.data_ptr(), experts.down.data_ptr(), exponents.down.data_ptr()),
         *(experts.down_bias.data_ptr(), *tiles, workspace.row_weight.data_ptr()),
-        *(workspace.rows.data_ptr(), *shape, workspace.blocks),
+        *(workspace.rows.data_ptr(), tile, workspace.blocks),
     )
 
 

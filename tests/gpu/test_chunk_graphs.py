@@ -36,7 +36,7 @@ MODELS = {
     "20b-widened": ("gpt-oss-20b", False, None),
     "120b-widened": ("gpt-oss-120b", False, None),
     "20b-resident-128": ("gpt-oss-20b", True, ChunkChoices(expert_tile=128)),
-    "20b-apart": ("gpt-oss-20b", False, ChunkChoices(fp8_projections=True, widening_warps=True)),
+    "20b-projections": ("gpt-oss-20b", False, ChunkChoices(fp8_projections=True)),
 }
 """Shape, whether FP8 experts are resident, and choices: every road of chunks, streamed for small sizes."""
 

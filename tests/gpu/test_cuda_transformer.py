@@ -117,7 +117,9 @@ def test_teacher_forced_logits_follow_float32(shape: str, road: Road, sequences:
     print(f"{shape} {road} x{sequences}: argmax equal at {same:.4f}, error {error:.4f}")
     print(f"  plain bf16: {same_plain:.4f}, {error_plain:.4f}")
     assert error <= max(0.02, 1.2 * error_plain)
-    assert same >= min(0.99, same_plain - 0.01)
+    positions = sum(len(prompt) for prompt in prompts)
+    chance = 3 * (same_plain * (1 - same_plain) / positions) ** 0.5  # near ties fall either way
+    assert same >= min(0.99, same_plain - max(0.01, chance))
 
 
 def rounded(values: Tensor, factor: Tensor | float) -> Tensor:
@@ -147,7 +149,7 @@ def rounded_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         (True, 384, ChunkChoices(fp8_projections=True)),
         (False, 384, ChunkChoices()),
         (False, 696, ChunkChoices()),
-        (False, 696, ChunkChoices(expert_tile=256, widening_warps=True)),
+        (False, 696, ChunkChoices(expert_tile=288)),
     ],
 )
 def test_long_chunks_lose_what_e4m3_operands_lose(

@@ -29,7 +29,6 @@ EPS = 1e-5
 ROADS = [
     *(("resident", tile) for tile in prefill.TILES),
     *(("widened", tile) for tile in mixed.TILES),
-    ("own-warps", mixed.WIDE_TILE),
 ]
 
 
@@ -121,10 +120,7 @@ class Road:
         out = torch.full_like(x, float("nan"))
         if isinstance(workspace, Fp8Workspace):
             return prefill.moe_fp8(x, ids, weights, layer.fp8, workspace, out)
-        return mixed.moe_mixed(
-            *(x, ids, weights, layer.streamed, layer.exponents, workspace, out, self.tile),
-            own_warps=self.name == "own-warps",
-        )
+        return mixed.moe_mixed(*(x, ids, weights, layer.streamed, layer.exponents, workspace, out, self.tile))
 
     def fused(
         self, x: Tensor, ids: Tensor, weights: Tensor, layer: Layer, residual: Tensor, gain: Tensor
@@ -134,8 +130,7 @@ class Road:
         if isinstance(workspace, Fp8Workspace):
             return prefill.moe_add_rms_norm_(x, ids, weights, layer.fp8, workspace, residual, gain, EPS)
         return mixed.moe_add_rms_norm_(
-            *(x, ids, weights, layer.streamed, layer.exponents, workspace, residual, gain, EPS, self.tile),
-            own_warps=self.name == "own-warps",
+            *(x, ids, weights, layer.streamed, layer.exponents, workspace, residual, gain, EPS, self.tile)
         )
 
     def rank(self, ids: Tensor, workspace: Fp8Workspace | MixedWorkspace) -> None:

@@ -6,7 +6,7 @@ namespace mixed = antiphon::mixed;
 
 // One row tile, streamed [15, 6528], and the largest scale of its 64 rows -> e4m3 [64, 2880].
 extern "C" void register_widen_on_host(const uint8_t* streamed, const uint8_t* tops, int interleaved, uint8_t* values) {
-  mixed::Magnitudes magnitudes[mixed::kLevels];
+  antiphon::Magnitudes magnitudes[mixed::kLevels];
   auto* bytes = reinterpret_cast<uint8_t*>(magnitudes);
   for (int i = 0; i < 8 * mixed::kLevels; ++i) bytes[i] = mixed::magnitude(i / 8, i % 8);
   for (int pair = 0; pair < 45; ++pair) {
@@ -18,7 +18,8 @@ extern "C" void register_widen_on_host(const uint8_t* streamed, const uint8_t* t
           *reinterpret_cast<const uint32_t*>(stage + 6144 + (warp * 8 + g) * 12 + pair % 3 * 4);
       const int rows[2] = {warp * 16 + (interleaved ? 2 * g : g), warp * 16 + (interleaved ? 2 * g + 1 : g + 8)};
       uint32_t operand[8];
-      mixed::widen_pair(packed, scales, mixed::level_offsets(tops[rows[0]], tops[rows[1]]), magnitudes, operand);
+      const uint32_t offsets = mixed::level_offsets(tops[rows[0]], tops[rows[1]]);
+      mixed::widen_pair(packed, mixed::pair_magnitudes(scales, offsets, magnitudes), operand);
       for (int i = 0; i < 8; ++i) {  // the order of wgmma's registers: row, row + 8, then 16 columns on
         const int column = pair * 64 + i / 4 * 32 + i / 2 % 2 * 16 + 4 * t;
         *reinterpret_cast<uint32_t*>(values + rows[i % 2] * 2880 + column) = operand[i];

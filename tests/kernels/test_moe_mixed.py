@@ -105,7 +105,15 @@ def test_a_tile_that_no_kernel_is_built_for_is_refused_before_a_launch() -> None
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "tile"),
-    [(256, 128, 32), (1024, 128, 48), (2048, 128, 64), (512, 32, 64), (1024, 32, 256), (8192, 128, 256)],
+    [
+        (256, 128, 32),
+        (1024, 128, 48),
+        (1300, 128, 64),
+        (2048, 128, 160),
+        (1024, 32, 160),
+        (8192, 128, 288),
+        (8192, 32, 256),
+    ],
 )
 def test_tiles_are_those_that_were_measured_to_be_the_fastest(tokens: int, experts: int, tile: int) -> None:
     assert choose_tile(tokens, experts) == tile

@@ -90,12 +90,10 @@ def test_layers_are_shared_by_ways_that_they_can_serve(monkeypatch: pytest.Monke
     resident = HopperExpertLayers(config, cpu, True, ChunkChoices())
     resident.add_converted(bias, bias, converted)
     assert (resident.inexact_blocks, resident.blocks) == (2, 8)
-    widened = resident.sharing(False, ChunkChoices(widening_warps=True))
+    widened = resident.sharing(False, ChunkChoices(expert_tile=160))
     assert (widened.inexact_blocks, widened.blocks) == (5, 7)
     assert resident.sharing(True, ChunkChoices(expert_tile=128)).blocks == 8
     with pytest.raises(ValueError, match="without FP8 tiles"):
         widened.sharing(True, ChunkChoices())
     with pytest.raises(ValueError, match="tiles of 192 tokens"):
         resident.sharing(True, ChunkChoices(expert_tile=192))
-    with pytest.raises(ValueError, match="no warps widen"):
-        resident.sharing(True, ChunkChoices(widening_warps=True))

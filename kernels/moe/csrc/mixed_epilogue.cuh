@@ -24,12 +24,11 @@ __device__ __forceinline__ float row_factor(int top) {  // 2^(top - 127 - kTopEx
   return __uint_as_float(static_cast<uint32_t>(max(top - kTopExponent, 0)) << 23);
 }
 
-// Rows alternate gate, up; the thread holds both of one hidden column.
+// Rows alternate gate, up; the thread holds both of one hidden column. N tokens from the tile's `first` on.
 template <typename S, int N>
-__device__ __forceinline__ void store_hidden(const Arguments& a, const Work& work, const float* acc,
-                                             const RowTerms& terms, int row_tile) {
+__device__ __forceinline__ void store_hidden(const Arguments& a, const Work& work, int first, const float* acc,
+                                             const float* scales, const RowTerms& terms, int row_tile) {
   const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const float* scales = a.row_factor + static_cast<size_t>(work.tile_m) * S::kTileRows;
   uint8_t* tile = static_cast<uint8_t*>(a.out) +
                   (static_cast<size_t>(work.tile_m) * kTilesK + row_tile / 4) * S::kTileBytes;
   const int column = row_tile % 4 * 32 + warp * 8 + g / 4 * 4;
@@ -38,7 +37,7 @@ __device__ __forceinline__ void store_hidden(const Arguments& a, const Work& wor
     float hidden[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float2 scale = *reinterpret_cast<const float2*>(scales + (j + i) * 8 + 2 * t);
+      const float2 scale = *reinterpret_cast<const float2*>(scales + first + (j + i) * 8 + 2 * t);
       const float* sum = acc + 4 * (j + i);
       hidden[2 * i] = clamped_swiglu(fmaf(sum[0], terms.factor[0] * scale.x, terms.bias[0]),
                                      fmaf(sum[2], terms.factor[1] * scale.x, terms.bias[1]));
@@ -50,8 +49,8 @@ __device__ __forceinline__ void store_hidden(const Arguments& a, const Work& wor
     const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(hidden[0], hidden[1]), __NV_SATFINITE, __NV_E4M3);
     const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(hidden[2], hidden[3]), __NV_SATFINITE, __NV_E4M3);
     const uint32_t word = transpose_rows(low | (high << 16));
-    const int r = g % 4, row = (j + r / 2) * 8 + 2 * t + r % 2;
-    if (row < work.tile.rows) *reinterpret_cast<uint32_t*>(tile + fp8::swizzled(row, column)) = word;
+    const int r = g % 4, row = first + (j + r / 2) * 8 + 2 * t + r % 2;
+    if (row < work.rows) *reinterpret_cast<uint32_t*>(tile + fp8::swizzled(row, column)) = word;
   }
 }
 
@@ -61,60 +60,66 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 }
 
 template <typename S, int N>
-__device__ __forceinline__ void store_weighted(const Arguments& a, const Work& work, const float* acc,
-                                               const RowTerms& terms, int row_tile) {
+__device__ __forceinline__ void store_weighted(const Arguments& a, const Work& work, int first, const float* acc,
+                                               const float* factors, const RowTerms& terms, int row_tile) {
   const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const size_t first = static_cast<size_t>(work.tile_m) * S::kTileRows;
+  const size_t slot = static_cast<size_t>(work.tile_m) * S::kTileRows;
   // Even lanes take rows 0 .. 7 of the warp's 16, odd lanes rows 8 .. 15: four rows each.
   auto* out = static_cast<__nv_bfloat16*>(a.out) + row_tile * 64 + warp * 16 + t % 2 * 8 + t / 2 * 4;
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
-    const float2 weight = *reinterpret_cast<const float2*>(a.row_factor + first + j * 8 + 2 * t);
+    const float2 weight = *reinterpret_cast<const float2*>(factors + first + j * 8 + 2 * t);
     const float* sum = acc + 4 * j;
     uint32_t upper = pack(weight.x * fmaf(sum[0], terms.factor[0], terms.bias[0]),
                           weight.y * fmaf(sum[1], terms.factor[0], terms.bias[0]));
     uint32_t lower = pack(weight.x * fmaf(sum[2], terms.factor[1], terms.bias[1]),
                           weight.y * fmaf(sum[3], terms.factor[1], terms.bias[1]));
+    pin(upper);  // or the compiler reads the factors of all tokens before the first store
     upper = transpose_8x8(upper);  // token g, rows 2 t and 2 t + 1
     lower = transpose_8x8(lower);  // 8 rows on
     const uint32_t given = __shfl_xor_sync(0xFFFFFFFFu, t % 2 == 0 ? lower : upper, 1);
     const uint2 words = t % 2 == 0 ? make_uint2(upper, given) : make_uint2(given, lower);
-    const int row = j * 8 + g;
-    if (row < work.tile.rows) *reinterpret_cast<uint2*>(out + (first + row) * kDim) = words;
+    const int row = first + j * 8 + g;
+    if (row < work.rows) *reinterpret_cast<uint2*>(out + (slot + row) * kDim) = words;
   }
 }
 
-// What a thread needs of its two weight rows before the products, and the store after them.
+// A thread's two weight rows of a tile: what is needed before the products, and the store after them.
 template <typename S, bool GATED>
 struct Rows {
   static constexpr int kApart = GATED ? 1 : 8;
-  int row_tile, tops[2];
-  size_t at;
+  const uint8_t* terms;
+  Work work;
+  int row, tops[2];  // the first row within the block
 
-  __device__ __forceinline__ Rows(const Arguments& a, const Work& work, int group) {
+  // terms: of the tile, in shared memory.
+  __device__ __forceinline__ Rows(const uint8_t* terms, int group) : terms(terms) {
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
-    row_tile = work.tile_n * S::kGroups + group;
-    at = static_cast<size_t>(work.tile.expert) * a.row_tiles * 64 + min(row_tile, a.row_tiles - 1) * 64 + warp * 16 +
-         (GATED ? 2 * g : g);
-    tops[0] = a.tops[at];
-    tops[1] = a.tops[at + kApart];
+    const int4 item = *reinterpret_cast<const int4*>(terms);
+    work = {item.x, item.y, item.z, item.w};
+    row = group * 64 + warp * 16 + (GATED ? 2 * g : g);
+    tops[0] = terms[16 + row];
+    tops[1] = terms[16 + row + kApart];
   }
 
-  // `factors`: of the two rows' sums.
+  // N tokens from the tile's `first` on. factors: of the two rows' sums.
   template <int N>
-  __device__ __forceinline__ void store(const Arguments& a, const Work& work, const float* acc,
+  __device__ __forceinline__ void store(const Arguments& a, int first, const float* acc,
                                         const float (&factors)[2]) const {
+    const int row_tile = work.tile_n * S::kGroups + row / 64;
     if (row_tile >= a.row_tiles) return;
-    RowTerms terms;
+    const auto* bias = reinterpret_cast<const __nv_bfloat16*>(terms + S::kBiasAt);
+    const auto* of_tokens = reinterpret_cast<const float*>(terms + S::kFactorAt);
+    RowTerms of_rows;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      terms.factor[i] = factors[i] / (GATED ? 1.0f : fp8::kHiddenFactor);
-      terms.bias[i] = __bfloat162float(a.bias[at + i * kApart]);
+      of_rows.factor[i] = factors[i] / (GATED ? 1.0f : fp8::kHiddenFactor);
+      of_rows.bias[i] = __bfloat162float(bias[row + i * kApart]);
     }
     if constexpr (GATED) {
-      store_hidden<S, N>(a, work, acc, terms, row_tile);
+      store_hidden<S, N>(a, work, first, acc, of_tokens, of_rows, row_tile);
     } else {
-      store_weighted<S, N>(a, work, acc, terms, row_tile);
+      store_weighted<S, N>(a, work, first, acc, of_tokens, of_rows, row_tile);
     }
   }
 };

@@ -7,6 +7,10 @@
 // applies the clamped SwiGLU and writes the second projection's e4m3 operand in place; the second's adds the bias
 // inside the routing weight.
 //
+// Integer operations are what the products wait for: accumulators go through the registers' ports while they run, and
+// a warpgroup whose operand is in registers is held until it is read. So loops go on by six pairs of blocks, where all
+// offsets are constants, and what a tile needs beside its operands comes through shared memory ahead of time.
+//
 // Two forms. Many tokens an expert: a weight row has one exponent, so the sums over all 2880 columns stay in the tensor
 // core and both factors meet them once, in the epilogue. Few tokens: products are cheap and widening is not, so the
 // block scales meet the sums of every 32 columns instead.
@@ -16,50 +20,119 @@
 namespace antiphon::mixed {
 namespace {
 
-using Wide = Shape<3, 192, 4, 6, 160>;
-using Wider = Shape<2, 256, 4, 6, 232>;
+using Middle = Shape<3, 160, 5, 5, 160>;
+using Wide = Shape<2, 256, 4, 6, 232>;
+using Widest = Shape<2, 288, 4, 5, 232>;
 template <int N>
 using Narrow = Shape<3, N, 6, 8, 160>;
 
-// Two products of 32 columns each; `tokens` describes their operand.
-template <int N>
-__device__ __forceinline__ void multiply(float* acc, const uint32_t (&weights)[8], uint64_t tokens, int accumulate) {
+constexpr int kBody = 6;  // pairs that a loop goes on by: three tiles of tokens, two stages of weights
+static_assert(kPairs % kBody == 3 && kBody % kStagePairs == 0);
+
+// Two products of 32 columns each, with one or both halves of the tokens; `tokens` describes their operand.
+template <int N, int PARTS, int LENGTH>
+__device__ __forceinline__ void multiply(float (&acc)[PARTS][LENGTH], const uint32_t (&weights)[8], uint64_t tokens,
+                                         int accumulate) {
+  constexpr int kPart = N / PARTS;
   wgmma_fence();
-  wgmma_e4m3_registers<N>(acc, weights, tokens, accumulate);
-  wgmma_e4m3_registers<N>(acc, weights + 4, tokens + 2, 1);
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+      wgmma_e4m3_registers<kPart>(acc[part], weights + 4 * k, tokens + 2 * k + part * (kPart * fp8::kTileK / 16),
+                                  k == 0 ? accumulate : 1);
+  }
   wgmma_commit();
 }
 
-// The sums of a tile of many tokens: 64 rows x N, all 2880 columns.
+// The sums of a tile of many tokens: 64 rows x N, all 2880 columns, in pairs of 32 columns. While the products of one
+// pair run, the next one is widened, and what the one after that is widened from is on its way.
 template <typename S>
 struct WideSums {
-  float acc[S::kTileRows / 2];  // one array for every width: registers are not moved between branches
+  // Products take 256 tokens at most. The same arrays for every width: registers are not moved between branches.
+  static constexpr int kParts = (S::kTileRows + 255) / 256;
+  static constexpr int kOperands = S::kOperands;
+  float acc[kParts][S::kTileRows / kParts / 2];
+  uint32_t operand[kOperands][8];
+  Packed packed[kOperands];
+  PairMagnitudes by;
+  uint64_t tokens;
+  int held;  // token slot whose products may still be running
+
+  template <int PAIR>
+  __device__ __forceinline__ void read(Consumer<S>& c) {
+    packed[PAIR % kOperands] = c.template read<PAIR % kStagePairs>();
+  }
+
+  template <int PAIR>
+  __device__ __forceinline__ void look_up(Consumer<S>& c, uint32_t offsets) {
+    by = pair_magnitudes(packed[PAIR % kOperands].scales, offsets, c.magnitudes);
+  }
+
+  template <int PAIR>
+  __device__ __forceinline__ void widen() {
+    widen_pair(packed[PAIR % kOperands].words, by, operand[PAIR % kOperands]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) pin(operand[PAIR % kOperands][i]);
+  }
+
+  // Pair P of a body, of which there are `LEFT` more behind it: its products begin, the next is widened, and the second
+  // next is read.
+  template <int N, int P, int LEFT>
+  __device__ __forceinline__ void step(Consumer<S>& c, uint32_t offsets, bool first) {
+    if constexpr (P % 2 == 0) tokens = c.wait_tokens();
+    multiply<N, kParts>(acc, operand[P % kOperands], tokens + 4 * (P % 2), !first);
+    if constexpr (kOperands == 2) {
+      if constexpr (LEFT >= 2) read<P + 2>(c);
+      wgmma_wait<1>();  // the products before these
+      if constexpr (P % 2 == 0) {
+        if (!first) c.release(held);
+        held = c.tokens.slot;
+      } else {
+        c.tokens.advance();
+      }
+      if constexpr (LEFT >= 1) widen<P + 1>();
+    } else {  // the other warpgroups' products are what widening overlaps with
+      wgmma_wait<0>();
+      if constexpr (P % 2 == 1 || LEFT == 0) {
+        c.release(c.tokens.slot);
+        c.tokens.advance();
+      }
+      if constexpr (LEFT >= 1) widen<P + 1>();
+      if constexpr (LEFT >= 2) read<P + 2>(c);
+    }
+    if constexpr (LEFT >= 2) look_up<P + 2>(c, offsets);
+  }
 
   template <int N>
   __device__ __forceinline__ void accumulate(Consumer<S>& c, uint32_t offsets) {
-    uint32_t even[8], odd[8];
-    int held = 0;  // token slot whose products may still be running
-    c.widen(offsets, even);
+    read<0>(c);
+    look_up<0>(c, offsets);
+    widen<0>();
+    read<1>(c);
+    look_up<1>(c, offsets);
 #pragma unroll 1
-    for (int k = 0; k < kTilesK - 1; ++k) {
-      const uint64_t tokens = c.wait_tokens();
-      multiply<N>(acc, even, tokens, k > 0);
-      wgmma_wait<1>();  // the products before these
-      if (k > 0) c.release(held);
-      c.widen(offsets, odd);
-      multiply<N>(acc, odd, tokens + 4, 1);
-      wgmma_wait<1>();
-      held = c.tokens.slot;
-      c.tokens.advance();
-      c.widen(offsets, even);
+    for (int body = 0; body < kPairs / kBody; ++body) {
+      step<N, 0, 3>(c, offsets, body == 0);
+      step<N, 1, 3>(c, offsets, false);
+      step<N, 2, 3>(c, offsets, false);
+      step<N, 3, 3>(c, offsets, false);
+      step<N, 4, 3>(c, offsets, false);
+      step<N, 5, 3>(c, offsets, false);
     }
-    multiply<N>(acc, even, c.wait_tokens(), 1);  // the last tile is half full
-    wgmma_wait<0>();
-    c.release(held);
-    c.release(c.tokens.slot);
-    c.tokens.advance();
+    step<N, 0, 2>(c, offsets, false);
+    step<N, 1, 1>(c, offsets, false);
+    step<N, 2, 0>(c, offsets, false);
+    if constexpr (kOperands == 2) {
+      wgmma_wait<0>();
+      c.release(held);
+      c.tokens.advance();  // the last tile is half full
+    }
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) pin(acc[i]);
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int i = 0; i < N / kParts / 2; ++i) pin(acc[part][i]);
+    }
   }
 };
 
@@ -67,6 +140,18 @@ struct WideSums {
 template <int N>
 struct NarrowSums {
   float acc[N / 2], parts[2][N / 2];
+  uint32_t operand[2][8], scales;
+  uint64_t tokens;
+
+  // The next pair without its scales, which are returned.
+  template <int PAIR>
+  __device__ __forceinline__ uint32_t expand(Consumer<Narrow<N>>& c, uint32_t (&operand)[8]) {
+    const Packed packed = c.template read<PAIR>();
+    expand_pair(packed.words, operand);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) pin(operand[i]);
+    return packed.scales;
+  }
 
   __device__ __forceinline__ void start(const uint32_t (&weights)[8], uint64_t tokens) {
     wgmma_fence();
@@ -89,63 +174,82 @@ struct NarrowSums {
     }
   }
 
-  __device__ __forceinline__ void accumulate(Consumer<Narrow<N>>& c) {
-    uint32_t even[8], odd[8];
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) acc[i] = 0.0f;
-    uint32_t scales = c.expand(even);
-#pragma unroll 1
-    for (int k = 0; k < kTilesK - 1; ++k) {
-      const uint64_t tokens = c.wait_tokens();
-      start(even, tokens);
-      const uint32_t odd_scales = c.expand(odd);
-      finish(scales);
-      start(odd, tokens + 4);
-      scales = c.expand(even);
-      finish(odd_scales);
+  // Pair P of a body, and the next one's operand.
+  template <int P, bool MORE>
+  __device__ __forceinline__ void step(Consumer<Narrow<N>>& c) {
+    if constexpr (P % 2 == 0) tokens = c.wait_tokens();
+    start(operand[P % 2], tokens + 4 * (P % 2));
+    uint32_t next = 0;
+    if constexpr (MORE) next = expand<(P + 1) % kStagePairs>(c, operand[(P + 1) % 2]);
+    finish(scales);
+    scales = next;
+    if constexpr (P % 2 == 1 || !MORE) {
       c.release(c.tokens.slot);
       c.tokens.advance();
     }
-    start(even, c.wait_tokens());
-    finish(scales);
-    c.release(c.tokens.slot);
-    c.tokens.advance();
+  }
+
+  __device__ __forceinline__ void accumulate(Consumer<Narrow<N>>& c) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) acc[i] = 0.0f;
+    scales = expand<0>(c, operand[0]);
+#pragma unroll 1
+    for (int body = 0; body < kPairs / kBody; ++body) {
+      step<0, true>(c);
+      step<1, true>(c);
+      step<2, true>(c);
+      step<3, true>(c);
+      step<4, true>(c);
+      step<5, true>(c);
+    }
+    step<0, true>(c);
+    step<1, true>(c);
+    step<2, false>(c);
   }
 };
 
 template <int N, bool GATED, typename S>
-__device__ __forceinline__ void run_wide(const Arguments& a, const Work& work, Consumer<S>& c, WideSums<S>& sums) {
-  const Rows<S, GATED> rows(a, work, c.group);
-  sums.template accumulate<N>(c, level_offsets(rows.tops[0], rows.tops[1]));
-  rows.template store<N>(a, work, sums.acc, {row_factor(rows.tops[0]), row_factor(rows.tops[1])});
+__device__ __forceinline__ void run_wide(const Arguments& a, const uint8_t* terms, uint32_t offsets, Consumer<S>& c,
+                                         WideSums<S>& sums) {
+  sums.template accumulate<N>(c, offsets);
+  const Rows<S, GATED> rows(terms, c.group);  // again, rather than held in registers
+  constexpr int kParts = WideSums<S>::kParts;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part)
+    rows.template store<N / kParts>(a, part * (N / kParts), sums.acc[part],
+                                    {row_factor(rows.tops[0]), row_factor(rows.tops[1])});
 }
 
-template <bool GATED, typename S>
-__device__ __forceinline__ void consume_wide(const Arguments& a, int total, Consumer<S>& c) {
-  WideSums<S> sums;
-  for (int index = blockIdx.x; index < total; index += gridDim.x) {
-    const Work work = work_at<S>(a, index);
-    const int tokens = __shfl_sync(0xFFFFFFFFu, work.tile.rows, 0);
-    if (tokens <= 64) {
-      run_wide<64, GATED>(a, work, c, sums);
-    } else if (tokens <= 128) {
-      run_wide<128, GATED>(a, work, c, sums);
-    } else if (S::kTileRows == 192 || tokens <= 192) {
-      run_wide<192, GATED>(a, work, c, sums);
-    } else {
-      run_wide<S::kTileRows, GATED>(a, work, c, sums);
-    }
+// With the narrowest of the widths that holds the tile's tokens, or the last one.
+template <bool GATED, int N, int... WIDER, typename S>
+__device__ __forceinline__ void run_fitting(const Arguments& a, int tokens, const uint8_t* terms, uint32_t offsets,
+                                            Consumer<S>& c, WideSums<S>& sums) {
+  if constexpr (sizeof...(WIDER) == 0) {
+    run_wide<N, GATED>(a, terms, offsets, c, sums);
+  } else if (tokens <= N) {
+    run_wide<N, GATED>(a, terms, offsets, c, sums);
+  } else {
+    run_fitting<GATED, WIDER...>(a, tokens, terms, offsets, c, sums);
   }
 }
 
-template <bool GATED>
-__device__ __forceinline__ void consume(const Arguments& a, int total, Consumer<Wide>& c) {
-  consume_wide<GATED>(a, total, c);
-}
-
-template <bool GATED>
-__device__ __forceinline__ void consume(const Arguments& a, int total, Consumer<Wider>& c) {
-  consume_wide<GATED>(a, total, c);
+template <bool GATED, typename S>
+__device__ __forceinline__ void consume(const Arguments& a, int total, Consumer<S>& c) {
+  WideSums<S> sums;
+  for (int index = blockIdx.x; index < total; index += gridDim.x) {
+    const uint8_t* terms = c.wait_terms();
+    const Rows<S, GATED> rows(terms, c.group);
+    const uint32_t offsets = level_offsets(rows.tops[0], rows.tops[1]);
+    const int tokens = __shfl_sync(0xFFFFFFFFu, rows.work.rows, 0);
+    if constexpr (S::kTileRows == Middle::kTileRows) {
+      run_fitting<GATED, 64, 128, 160>(a, tokens, terms, offsets, c, sums);
+    } else if constexpr (S::kTileRows == Wide::kTileRows) {
+      run_fitting<GATED, 64, 128, 192, 256>(a, tokens, terms, offsets, c, sums);
+    } else {
+      run_fitting<GATED, 64, 192, 256, 288>(a, tokens, terms, offsets, c, sums);
+    }
+    c.release_terms();
+  }
 }
 
 template <bool GATED, int N>
@@ -153,10 +257,10 @@ __device__ __forceinline__ void consume(const Arguments& a, int total, Consumer<
   constexpr float kFactor = 1 << kExpandedExponent;
   NarrowSums<N> sums;
   for (int index = blockIdx.x; index < total; index += gridDim.x) {
-    const Work work = work_at<Narrow<N>>(a, index);
-    const Rows<Narrow<N>, GATED> rows(a, work, c.group);
+    const Rows<Narrow<N>, GATED> rows(c.wait_terms(), c.group);
     sums.accumulate(c);
-    rows.template store<N>(a, work, sums.acc, {kFactor, kFactor});
+    rows.template store<N>(a, 0, sums.acc, {kFactor, kFactor});
+    c.release_terms();
   }
 }
 
@@ -165,6 +269,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) mixed_gemm(const __grid_consta
   DYNAMIC_SHARED(shared);
   __shared__ __align__(8) uint64_t token_full[S::kTokenSlots], token_empty[S::kTokenSlots];
   __shared__ __align__(8) uint64_t weight_full[S::kWeightSlots], weight_empty[S::kWeightSlots];
+  __shared__ __align__(8) uint64_t term_full[S::kTermSlots], term_empty[S::kTermSlots];
   __shared__ __align__(8) Magnitudes magnitudes[kLevels];
   for (int i = threadIdx.x; i < 8 * kLevels; i += S::kThreads)
     reinterpret_cast<uint8_t*>(magnitudes)[i] = magnitude(i / 8, i % 8);
@@ -177,21 +282,27 @@ __global__ void __launch_bounds__(S::kThreads, 1) mixed_gemm(const __grid_consta
       mbarrier_init(shared_address(&weight_full[i]), 1);
       mbarrier_init(shared_address(&weight_empty[i]), S::kGroups * 4);
     }
+    for (int i = 0; i < S::kTermSlots; ++i) {
+      mbarrier_init(shared_address(&term_full[i]), 1);
+      mbarrier_init(shared_address(&term_empty[i]), S::kGroups * 4);
+    }
     mbarrier_init_fence();
   }
   __syncthreads();
   const int total = __shfl_sync(0xFFFFFFFFu, *a.tile_count, 0) * a.tiles_n<S>();
   const uint8_t* weights = shared + S::kTokenSlots * S::kTileBytes;
-  const Shared s = {shared_address(shared),      shared_address(weights),     shared_address(token_full),
-                    shared_address(token_empty), shared_address(weight_full), shared_address(weight_empty)};
+  uint8_t* terms = shared + S::kTermsAt;
+  const Shared s = {shared_address(shared),      shared_address(weights),     shared_address(terms),
+                    shared_address(token_full),  shared_address(token_empty), shared_address(weight_full),
+                    shared_address(weight_empty), shared_address(term_full),  shared_address(term_empty)};
   const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   if (group == S::kGroups) {
     give_registers<S::kProducerRegisters>();
-    if (threadIdx.x == S::kGroups * 128) stream_tokens<S>(a, total, s);
+    if (threadIdx.x == S::kGroups * 128) stream_tokens<S>(a, total, s, terms);
     if (threadIdx.x == S::kGroups * 128 + 32) stream_weights<S>(a, total, s);
   } else {
     take_registers<S::kRegisters>();
-    Consumer<S> c = {s, weights, magnitudes, group};
+    Consumer<S> c = {s, weights, terms, magnitudes, group};
     consume<GATED>(a, total, c);
   }
 }
@@ -210,8 +321,9 @@ cudaError_t start(const Arguments& a, int tile_rows, int grid, void* stream) {
     case 32: return start<Narrow<32>, GATED>(a, grid, stream);
     case 48: return start<Narrow<48>, GATED>(a, grid, stream);
     case 64: return start<Narrow<64>, GATED>(a, grid, stream);
-    case 192: return start<Wide, GATED>(a, grid, stream);
-    case 256: return start<Wider, GATED>(a, grid, stream);
+    case 160: return start<Middle, GATED>(a, grid, stream);
+    case 256: return start<Wide, GATED>(a, grid, stream);
+    case 288: return start<Widest, GATED>(a, grid, stream);
     default: return cudaErrorInvalidValue;
   }
 }

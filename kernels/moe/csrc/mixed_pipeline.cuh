@@ -26,10 +26,17 @@ struct Shape {
   static constexpr int kTokenSlots = TOKEN_SLOTS;
   static constexpr int kWeightSlots = WEIGHT_SLOTS;
   static constexpr int kSlotBytes = GROUPS * kStageBytes;
-  static constexpr int kSharedBytes = TOKEN_SLOTS * kTileBytes + WEIGHT_SLOTS * kSlotBytes;
+  static constexpr int kTermSlots = 2;
+  static constexpr int kRows = GROUPS * 64;  // weight rows of a block
+  static constexpr int kBiasAt = 16 + kRows, kFactorAt = kBiasAt + 2 * kRows;  // in a slot of terms
+  static constexpr int kTermBytes = kFactorAt + 4 * TILE_ROWS;
+  static constexpr int kTermsAt = TOKEN_SLOTS * kTileBytes + WEIGHT_SLOTS * kSlotBytes;
+  static constexpr int kSharedBytes = kTermsAt + kTermSlots * kTermBytes;
   static constexpr int kThreads = (GROUPS + 1) * 128;
   static constexpr int kRegisters = REGISTERS;  // of a consumer thread
   static constexpr int kProducerRegisters = GROUPS == 2 ? 40 : 32;
+  static constexpr int kOperands = GROUPS == 2 ? 2 : 1;  // that there are registers for: one is widened beside products
+  static_assert(kTermBytes % 16 == 0 && kFactorAt % 16 == 0);
   static_assert(kSharedBytes <= 230000);
   static_assert(128 * (GROUPS * REGISTERS + kProducerRegisters) <= 65536);
 };
@@ -67,8 +74,7 @@ inline Arguments arguments(const void* activations, const void* weights, const v
 }
 
 struct Work {
-  TokenTile tile;
-  int tile_m, tile_n;
+  int expert, rows, tile_m, tile_n;
 };
 
 // Work items in the order expert, weight tile, token tile, so that neighbours in time share a weight tile.
@@ -78,7 +84,7 @@ __device__ __forceinline__ Work work_at(const Arguments& a, int index) {
   const TokenTile some = a.tiles[index / tiles_n];
   const int local = index - some.first * tiles_n;
   const int tile_n = local / some.count, tile_m = some.first + local % some.count;
-  return {a.tiles[tile_m], tile_m, tile_n};
+  return {some.expert, a.tiles[tile_m].rows, tile_m, tile_n};
 }
 
 // A slot of a ring and how often it was passed; a fresh barrier lets the producer's first turn through.
@@ -95,16 +101,39 @@ struct Cursor {
 };
 
 struct Shared {
-  uint32_t tokens, weights;                                     // data
-  uint32_t token_full, token_empty, weight_full, weight_empty;  // barriers
+  uint32_t tokens, weights, terms;                                                   // data
+  uint32_t token_full, token_empty, weight_full, weight_empty, term_full, term_empty;  // barriers
 };
 
+// What the consumers need of a tile besides its products: the work itself, then by bulk copies the largest scales and
+// the biases of the weight rows and the factors of the tokens.
 template <typename S>
-__device__ __forceinline__ void stream_tokens(const Arguments& a, int total, const Shared& s) {
+__device__ __forceinline__ void stream_terms(const Arguments& a, const Work& work, const Shared& s, uint8_t* terms,
+                                             Cursor<S::kTermSlots>& at) {
+  const uint32_t ready = s.term_full + 8 * at.slot, target = s.terms + at.slot * S::kTermBytes;
+  mbarrier_wait(s.term_empty + 8 * at.slot, at.parity ^ 1);
+  *reinterpret_cast<int4*>(terms + at.slot * S::kTermBytes) = {work.expert, work.rows, work.tile_m, work.tile_n};
+  mbarrier_expect(ready, S::kTermBytes - 16);
+#pragma unroll
+  for (int group = 0; group < S::kGroups; ++group) {
+    const int row_tile = min(work.tile_n * S::kGroups + group, a.row_tiles - 1);
+    const size_t row = (static_cast<size_t>(work.expert) * a.row_tiles + row_tile) * 64;
+    bulk_copy(target + 16 + group * 64, a.tops + row, 64, ready);
+    bulk_copy(target + S::kBiasAt + group * 128, a.bias + row, 128, ready);
+  }
+  bulk_copy(target + S::kFactorAt, a.row_factor + static_cast<size_t>(work.tile_m) * S::kTileRows, 4 * S::kTileRows,
+            ready);
+  at.advance();
+}
+
+template <typename S>
+__device__ __forceinline__ void stream_tokens(const Arguments& a, int total, const Shared& s, uint8_t* terms) {
   Cursor<S::kTokenSlots> at;
+  Cursor<S::kTermSlots> terms_at;
   for (int index = blockIdx.x; index < total; index += gridDim.x) {
     const Work work = work_at<S>(a, index);
-    const uint32_t bytes = (work.tile.rows + 15) / 16 * 16 * fp8::kTileK;
+    stream_terms<S>(a, work, s, terms, terms_at);
+    const uint32_t bytes = (work.rows + 15) / 16 * 16 * fp8::kTileK;
     const uint8_t* source = a.activations + static_cast<size_t>(work.tile_m) * kTilesK * S::kTileBytes;
     for (int k = 0; k < kTilesK; ++k) {
       const uint32_t ready = s.token_full + 8 * at.slot;
@@ -121,7 +150,7 @@ __device__ __forceinline__ void stream_weights(const Arguments& a, int total, co
   Cursor<S::kWeightSlots> at;
   for (int index = blockIdx.x; index < total; index += gridDim.x) {
     const Work work = work_at<S>(a, index);
-    const uint8_t* expert = a.weights + static_cast<size_t>(work.tile.expert) * a.row_tiles * kStages * kStageBytes;
+    const uint8_t* expert = a.weights + static_cast<size_t>(work.expert) * a.row_tiles * kStages * kStageBytes;
     for (int stage = 0; stage < kStages; ++stage) {
       const uint32_t ready = s.weight_full + 8 * at.slot, target = s.weights + at.slot * S::kSlotBytes;
       mbarrier_wait(s.weight_empty + 8 * at.slot, at.parity ^ 1);
@@ -147,45 +176,40 @@ template <typename S>
 struct Consumer {
   const Shared& shared;
   const uint8_t* weights;
+  const uint8_t* terms;
   const Magnitudes* magnitudes;
   int group;
   Cursor<S::kTokenSlots> tokens;
   Cursor<S::kWeightSlots> stage;
-  int pair_of_stage = 0;
+  Cursor<S::kTermSlots> term;
 
-  // The next 64 columns of this warpgroup's rows.
+  // The terms of the next tile.
+  __device__ __forceinline__ const uint8_t* wait_terms() const {
+    mbarrier_wait(shared.term_full + 8 * term.slot, term.parity);
+    return terms + term.slot * S::kTermBytes;
+  }
+
+  __device__ __forceinline__ void release_terms() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.term_empty + 8 * term.slot);
+    term.advance();
+  }
+
+  // 64 columns of this warpgroup's rows, pair PAIR of the stage. Pairs are read in order.
+  template <int PAIR>
   __device__ __forceinline__ Packed read() {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    if (pair_of_stage == 0) mbarrier_wait(shared.weight_full + 8 * stage.slot, stage.parity);
+    if constexpr (PAIR == 0) mbarrier_wait(shared.weight_full + 8 * stage.slot, stage.parity);
     const uint8_t* source = weights + stage.slot * S::kSlotBytes + group * kStageBytes;
     Packed packed;
-    packed.words = *reinterpret_cast<const uint4*>(source + ((pair_of_stage * 4 + warp) * 32 + lane) * 16);
-    packed.scales = *reinterpret_cast<const uint32_t*>(source + kStageWeightBytes + (warp * 8 + lane / 4) * 12 +
-                                                       pair_of_stage * 4);
-    if (++pair_of_stage == kStagePairs) {
-      pair_of_stage = 0;
+    packed.words = *reinterpret_cast<const uint4*>(source + (PAIR * 4 * 32 + warp * 32 + lane) * 16);
+    packed.scales = *reinterpret_cast<const uint32_t*>(source + kStageWeightBytes + (warp * 8 + lane / 4) * 12 + PAIR * 4);
+    if constexpr (PAIR == kStagePairs - 1) {
       __syncwarp();
       if (lane == 0) mbarrier_arrive(shared.weight_empty + 8 * stage.slot);
       stage.advance();
     }
     return packed;
-  }
-
-  // The same as operands of two products of 32 columns, scales included.
-  __device__ __forceinline__ void widen(uint32_t offsets, uint32_t (&operand)[8]) {
-    const Packed packed = read();
-    widen_pair(packed.words, packed.scales, offsets, magnitudes, operand);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) pin(operand[i]);
-  }
-
-  // Without the scales, which are returned.
-  __device__ __forceinline__ uint32_t expand(uint32_t (&operand)[8]) {
-    const Packed packed = read();
-    expand_pair(packed.words, operand);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) pin(operand[i]);
-    return packed.scales;
   }
 
   // The operand of the token tile's next 128 columns, once they are there.

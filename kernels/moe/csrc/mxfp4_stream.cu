@@ -13,6 +13,7 @@
 // its hidden state up, so every block must get to run while the others wait: the grid is one block per SM at most, and
 // no other kernel that waits in this way may run on the device at the same time.
 
+#include "mxfp4_word.cuh"
 #include "stream_epilogue.cuh"
 #include "stream_pipeline.cuh"
 
@@ -70,14 +71,6 @@ __device__ __forceinline__ Schedule<HALVES> schedule(const Arguments& a, int til
     }
   }
   return plan;
-}
-
-// Two registers of four e4m3 bytes out of eight packed FP4 codes. Per byte, bits 7 4 3 2 are sign, exponent
-// and mantissa of the first value where e4m3 wants them; bits 5 6 1 0 are those of the second. The value read
-// as e4m3 is 2^-6 of the FP4 value (FP4's exponent bias is 1, e4m3's is 7; the subnormals agree as well).
-__device__ __forceinline__ void expand(uint32_t packed, uint32_t& first, uint32_t& second) {
-  first = packed & 0x9C9C9C9Cu;
-  second = ((packed << 2) & 0x8C8C8C8Cu) | ((packed >> 2) & 0x10101010u);
 }
 
 // One stage: 64 rows x 192 columns times the tile's tokens, added to acc. `operand` describes the activations of

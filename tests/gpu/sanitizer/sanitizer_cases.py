@@ -200,9 +200,9 @@ def _moe_mixed(machine: Machine) -> None:
     ]
     exponents = mixed.RowExponents(*tops, inexact_blocks=0, blocks=1)
     workspace = mixed.MixedWorkspace(45, ALL_EXPERTS, machine.device, FIRST_EXPERT, EXPERTS)
-    for tile, own_warps in (*((tile, False) for tile in mixed.TILES), (mixed.WIDE_TILE, True)):
+    for tile in mixed.TILES:
         x, (ids, weights) = machine.random(45, DIM), _routing(machine, 45)
-        mixed.moe_mixed(x, ids, weights, experts, exponents, workspace, tile=tile, own_warps=own_warps)
+        mixed.moe_mixed(x, ids, weights, experts, exponents, workspace, tile=tile)
     mixed.moe_add_rms_norm_(
         *(x, ids, weights, experts, exponents, workspace, machine.random(45, DIM), machine.random(DIM), 1e-5)
     )
