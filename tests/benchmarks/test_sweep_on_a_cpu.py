@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 from multiprocessing import Pipe
@@ -11,7 +12,7 @@ import pytest
 
 from antiphon.benchmarks.records import Layout, load_records
 from antiphon.benchmarks.sweep.command import Sizes, SweepIncomplete, run_command
-from antiphon.benchmarks.sweep.meter import Effort, NotMeasurable
+from antiphon.benchmarks.sweep.meter import Effort, NotMeasurable, RankMeter
 from antiphon.benchmarks.sweep.points import Point, layouts_for
 from antiphon.benchmarks.sweep.ranks import CachePages, pages_for
 from antiphon.benchmarks.sweep.replicas import PRELOADED, ReplicaMeter
@@ -131,3 +132,23 @@ def test_a_replica_that_died_is_named_at_every_point_after_it() -> None:
     for tokens in (64, 128):
         with pytest.raises(NotMeasurable, match="replica 0 died"):
             meter.measure(Point("prefill", "tiny", Layout(), input_tokens=tokens))
+
+
+def test_ranks_are_started_again_for_another_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(2, 2)
+    points = [
+        Point("prefill", "tiny", layout, input_tokens=130),
+        Point("decode_step", "tiny", layout, batch=2, context=140),
+    ]
+    meter = RankMeter("tiny", layout, points, "cpu", EFFORT)
+    monkeypatch.setattr(meter, "_fp8_fits", True)  # nothing but what starts the ranks anew, on a CPU
+    monkeypatch.setattr(meter, "_starts_anew", True)
+    try:
+        records = [meter.measure(point) for point in points]
+    finally:
+        meter.close()
+    assert [(each.bench, each.layout) for each in records] == [
+        ("prefill", "TP2 EP2"),
+        ("decode_step", "TP2 EP2"),
+    ]
+    assert not multiprocessing.active_children()
