@@ -93,7 +93,7 @@ def pages_of(layer: KvLayer) -> tuple[Tensor, int]:
 def quantise(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """[..., D] -> e4m3 bits [..., D] uint8, their scales [...] bfloat16.
 
-    Rounds to nearest, ties to even. NaN stays NaN.
+    Rounds to nearest, ties to even. Where one number is NaN, so are the scale and all of them.
     """
     numbers = numbers.float()
     # Kernels do the same operations in float32, so that all write the same bytes.

@@ -34,7 +34,7 @@ def _e4m3_code(scaled):
 @triton.jit
 def _to_bfloat16(number):
     """A positive float32 number rounded to bfloat16, ties to even, which the interpreter cuts off instead."""
-    bits = number.to(tl.int32, bitcast=True)
+    bits = tl.minimum(number.to(tl.int32, bitcast=True), 0x7FC00000)  # no NaN beyond that one
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
 
 
@@ -80,9 +80,11 @@ def _rope_and_write(
     page = kv_ptr + (slot // PAGE) * page_stride
     if FP8:
         one, other = out_first.to(tl.float32), out_second.to(tl.float32)
-        peak = tl.maximum(tl.max(tl.abs(one), 1), tl.max(tl.abs(other), 1))
-        # As in fp8_pages.quantise, to the bit.
-        scale = _to_bfloat16(tl.maximum(peak * 0.002232142857142857, 7.888609052210118e-31))
+        # As in fp8_pages.quantise, to the bit. The bits of magnitudes grow with them, NaN beyond all.
+        low, high = one.to(tl.int32, bitcast=True), other.to(tl.int32, bitcast=True)
+        peak = tl.maximum(tl.max(low & 0x7FFFFFFF, 1), tl.max(high & 0x7FFFFFFF, 1))
+        scale = peak.to(tl.float32, bitcast=True) * 0.002232142857142857
+        scale = _to_bfloat16(tl.where(scale < 7.888609052210118e-31, 7.888609052210118e-31, scale))
         inverse = tl.div_rn(1.0, scale)[:, None]
         kv_row = is_value.to(tl.int32) * PAGE + slot % PAGE
         kv_at = (kv_head * (2 * PAGE * (DIM + 2)) + kv_row * DIM)[:, None] + d[None, :]

@@ -177,3 +177,8 @@ def test_rotation_writes_the_bytes_of_the_plain_op(kv_heads: int) -> None:
     reference.write_kv(turned[:, heads:-kv_heads], parts[:, -kv_heads:], expected, slot)
     torch.testing.assert_close(query, turned[:, :heads])
     assert torch.equal(found.data, expected.data)
+    qkv[0, -D] = float("nan")
+    rope_and_write(qkv, positions, slot, table, found, heads, query)
+    page_of, offset = divmod(int(slot[0]), page)
+    assert bool(found.scales[page_of, -1, 1, offset].isnan())
+    assert bool((found.codes[page_of, -1, 1, offset] & 127).eq(127).all())

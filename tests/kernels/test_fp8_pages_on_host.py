@@ -113,6 +113,19 @@ def test_numbers_of_any_size_are_scaled(library: Any, scale: float) -> None:
     close(filled.decode(library, 1), filled.expected())
 
 
+def test_a_number_that_is_none_is_not_hidden(library: Any) -> None:
+    for half in range(2):
+        filled = Filled([40, 40], kv_heads=2)
+        kv = [heavy_tailed(1, 2, D) for _ in range(2)]
+        kv[half][0, 1, 5] = float("nan")
+        page = int(filled.sequences.block_table[1, 0])
+        reference.write_kv(*kv, filled.pages, torch.tensor([page * S + 3]))
+        for out in (filled.decode(library, 1), filled.decode(library, 3), filled.expected()):
+            assert bool(out[1, GROUP:].isnan().all())
+            assert bool(out[0].isfinite().all())
+            assert bool(out[1, :GROUP].isfinite().all())
+
+
 def test_a_padding_row_sees_nothing(library: Any) -> None:
     filled = Filled([5, 0], kv_heads=1)
     assert not filled.decode(library, 1)[1].any()
@@ -124,6 +137,8 @@ def test_few_tokens_are_stored_as_the_plain_op_stores_them(library: Any, page_si
     torch.manual_seed(page_size)
     tokens, kv_heads, room = 5, 8, 16
     kv = (heavy_tailed(1, kv_heads, 2, room, D) * torch.logspace(-5, 5, room)[:, None]).bfloat16()
+    kv[0, 3, 1, 0] = 0.0
+    kv[0, 4, 0, 1, 7] = float("nan")
     slot = torch.tensor([3, page_size + 1, -1, 2 * page_size - 1, 0])
     found, expected = pages_of(3, kv_heads, page_size), pages_of(3, kv_heads, page_size)
     library.call(
@@ -132,7 +147,11 @@ def test_few_tokens_are_stored_as_the_plain_op_stores_them(library: Any, page_si
     )
     key, value = (kv[0, :, half, :tokens].transpose(0, 1) for half in range(2))
     reference.write_kv(key, value, expected, slot)
-    assert torch.equal(found.data, expected.data)
+    nan = expected.scales.isnan()
+    assert torch.equal(found.scales.isnan(), nan)
+    assert torch.equal(found.scales[~nan], expected.scales[~nan])
+    assert torch.equal(found.codes[~nan], expected.codes[~nan])
+    assert bool((found.codes[nan] & 127).eq(127).all())
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])

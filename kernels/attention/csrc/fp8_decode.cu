@@ -10,7 +10,8 @@
 //
 // The bits of an e4m3 number, moved into a bf16, are that number times 2^-120. Queries and probabilities come times
 // 2^60, and what is left is part of factors that are there anyway. A key's scale multiplies its scores, a value's its
-// probability. Rows of the fragments beyond the 8 query heads stay zero. NaN is not kept: its bits read as 480.
+// probability. Rows of the fragments beyond the 8 query heads stay zero. A number that is NaN reads as 480; its scale is
+// NaN too, and so will be the result.
 
 #include "fp8_pages.cuh"
 

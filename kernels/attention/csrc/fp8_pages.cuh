@@ -11,9 +11,11 @@ constexpr int kDim = 64;
 
 __host__ __device__ constexpr int head_bytes(int page_size) { return 2 * page_size * (kDim + 2); }
 
-// With which the largest magnitude becomes 448; of zeros 2^-100.
-__device__ __forceinline__ __nv_bfloat16 scale_for(float peak) {
-  return __float2bfloat16_rn(fmaxf(peak * (1.0f / 448.0f), 7.888609052210118e-31f));
+// With which the largest magnitude becomes 448; of zeros 2^-100. `peak` is that magnitude's bits, which grow with it,
+// NaN beyond all: a scale of NaN hides no number that is none.
+__device__ __forceinline__ __nv_bfloat16 scale_for(uint32_t peak) {
+  const float scale = __uint_as_float(peak) * (1.0f / 448.0f);
+  return __float2bfloat16_rn(scale < 7.888609052210118e-31f ? 7.888609052210118e-31f : scale);
 }
 __device__ __forceinline__ float inverse(__nv_bfloat16 scale) { return 1.0f / __bfloat162float(scale); }
 
@@ -33,10 +35,10 @@ __device__ __forceinline__ void unpack(uint4 raw, float (&values)[8]) {
   }
 }
 
-__device__ __forceinline__ float peak_of(const float (&values)[8]) {
-  float peak = 0.0f;
+__device__ __forceinline__ uint32_t peak_of(const float (&values)[8]) {
+  uint32_t peak = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) peak = fmaxf(peak, fabsf(values[i]));
+  for (int i = 0; i < 8; ++i) peak = max(peak, __float_as_uint(values[i]) & 0x7FFFFFFFu);
   return peak;
 }
 

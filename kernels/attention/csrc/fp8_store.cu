@@ -26,9 +26,9 @@ __global__ void store_kernel(const __grid_constant__ Store a) {
   unpack(load_fresh(reinterpret_cast<const uint4*>(
              a.source + (static_cast<size_t>(half) * a.room + token) * kDim + column)),
          numbers);
-  float peak = peak_of(numbers);
+  uint32_t peak = peak_of(numbers);
 #pragma unroll
-  for (int step = 1; step < kThreadsOfHead; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(0xFFFFFFFFu, peak, step));
+  for (int step = 1; step < kThreadsOfHead; step *= 2) peak = max(peak, __shfl_xor_sync(0xFFFFFFFFu, peak, step));
   if (slot < 0) return;
   const __nv_bfloat16 scale = scale_for(peak);
   const Place place = place_of(a.pages, a.page_stride, a.page_size, slot, half / 2, half % 2);

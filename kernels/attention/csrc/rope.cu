@@ -42,12 +42,12 @@ __device__ __forceinline__ void store_fp8(const Rotation& a, uint4 first, uint4 
   float low[8], high[8];
   fp8_pages::unpack(first, low);
   fp8_pages::unpack(second, high);
-  float peak = fmaxf(fp8_pages::peak_of(low), fp8_pages::peak_of(high));
+  uint32_t peak = max(fp8_pages::peak_of(low), fp8_pages::peak_of(high));
   // The last warp may have fewer threads, always whole heads.
   const int lanes = min(32, static_cast<int>(blockDim.x - threadIdx.x / 32 * 32));
   const uint32_t mask = 0xFFFFFFFFu >> (32 - lanes);
-  peak = fmaxf(peak, __shfl_xor_sync(mask, peak, 1));
-  peak = fmaxf(peak, __shfl_xor_sync(mask, peak, 2));
+  peak = max(peak, __shfl_xor_sync(mask, peak, 1));
+  peak = max(peak, __shfl_xor_sync(mask, peak, 2));
   const int kv = head - a.kv_heads * kGroup, values = kv >= a.kv_heads ? 1 : 0;
   if (kv < 0 || slot < 0) return;
   const __nv_bfloat16 scale = fp8_pages::scale_for(peak);
