@@ -16,7 +16,8 @@ HEAD = """## The split against colocated engines
 From real HTTP load on the same GPUs behind the same router. Goodput is the most requests per second that kept
 both limits in a run in which at least {attainment:.0%} of all did; the limit of ITL is on each request's own
 99th percentile. For each limit the colocated engines have the prefill chunk that serves them best. Latencies
-are those of the run that showed the goodput.
+are those of the run that showed the goodput. Replicas of another system, one on each GPU, take sessions in
+turn, and answer without tokenizing or detokenizing anything.
 """
 TTFT_MS = 1000.0
 ITL_MS = (10.0, 20.0, 50.0)
