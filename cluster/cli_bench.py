@@ -42,6 +42,10 @@ def serve(
     requests: Annotated[int | None, typer.Option(min=1, help="Sessions in all.")] = None,
     duration: Annotated[str | None, typer.Option(help="Length of the run, such as 60s.")] = None,
     warmup: Annotated[str | None, typer.Option(help="Part left out of the figures, such as 10s.")] = None,
+    exact_counts: Annotated[
+        bool,
+        typer.Option(help="As many Poisson arrivals as on average, in the warm-up and in what is measured."),
+    ] = False,
     standing: Annotated[
         int, typer.Option(min=0, help="Requests that a steady load finds in service, sent in the warm-up.")
     ] = 0,
@@ -91,6 +95,7 @@ def serve(
             requests=requests if requests or duration or trace else 100,
             duration_s=None if duration is None else parse_duration_s(duration, "duration"),
             warmup_s=0.0 if warmup is None else parse_duration_s(warmup, "warmup"),
+            exact_counts=exact_counts,
             standing=standing,
             input_tokens=input_tokens,
             output_tokens=output_tokens,

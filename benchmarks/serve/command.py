@@ -26,6 +26,7 @@ from antiphon.benchmarks.serve.workload import (
     Session,
     Shape,
     closed_loop,
+    exact_poisson,
     open_loop,
     read_trace,
     standing,
@@ -54,6 +55,8 @@ class Options:
     requests: int | None = None
     duration_s: float | None = None
     warmup_s: float = 0.0
+    exact_counts: bool = False
+    """Poisson arrivals of which as many as on average fall into the warm-up, and into the rest."""
     standing: int = 0
     """Open loop: requests in service that the load begins with, sent within the first half of the warm-up."""
     input_tokens: str = "1000"
@@ -126,9 +129,16 @@ def make_sessions(options: Options) -> list[Session]:
             raise WorkloadError("a closed loop needs a number of requests")
         return closed_loop(shape, options.seed, options.requests)
     arrivals = parse_arrivals(options.arrivals, options.rate_per_s)
-    arriving = open_loop(
-        shape, arrivals, options.seed, sessions=options.requests, duration_s=options.duration_s
-    )
+    if options.exact_counts:
+        if options.arrivals != "poisson" or options.duration_s is None or options.requests is not None:
+            raise WorkloadError("exact counts are of Poisson arrivals within a duration")
+        arriving = exact_poisson(
+            shape, options.rate_per_s, options.seed, options.duration_s, options.warmup_s
+        )
+    else:
+        arriving = open_loop(
+            shape, arrivals, options.seed, sessions=options.requests, duration_s=options.duration_s
+        )
     return sorted(begun + arriving, key=lambda session: session.arrives_s)
 
 

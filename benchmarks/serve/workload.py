@@ -111,6 +111,25 @@ def open_loop(
     return drawn
 
 
+def exact_poisson(
+    shape: Shape, rate_per_s: float, seed: int, duration_s: float, warmup_s: float
+) -> list[Session]:
+    """Poisson arrivals, given that as many fall into the warm-up and as many into the rest as on average.
+
+    Loads of a few seconds then differ by their rate, and not by how many requests chance gave them.
+
+    Raises:
+        WorkloadError: no session falls into the rest.
+    """
+    rng, shape_rng = random.Random(f"{seed}/times"), random.Random(f"{seed}/shapes")
+    before, after = round(rate_per_s * warmup_s), round(rate_per_s * (duration_s - warmup_s))
+    if after < 1:
+        raise WorkloadError("no request falls into the run; raise the rate or the duration")
+    times = [rng.uniform(0.0, warmup_s) for _ in range(before)]
+    times += [rng.uniform(warmup_s, duration_s) for _ in range(after)]
+    return [shape.draw(shape_rng, arrives_s) for arrives_s in sorted(times)]
+
+
 def standing(shape: Shape, seed: int, count: int, within_s: float) -> list[Session]:
     """``count`` sessions of one turn that a load finds when it begins, sent evenly over its first seconds.
 

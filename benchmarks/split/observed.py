@@ -28,7 +28,7 @@ class LoadRun:
     input_tokens: int
     output_tokens: int
     rate_per_s: float
-    """Mean arrivals; Poisson."""
+    """Arrivals; Poisson, given that as many fall into the window as on average."""
     duration_s: float
     window_s: float
     """Time that the rates are of: the duration without its warm-up."""

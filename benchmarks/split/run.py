@@ -40,8 +40,8 @@ OnRun = Callable[[LoadRun, bool], None]
 
 @dataclass(frozen=True, slots=True)
 class HttpLoad:
-    """Measures with the project's load generator: Poisson arrivals, prompts of exact length, TTFT from the
-    intended time."""
+    """Measures with the project's load generator: Poisson arrivals, as many as on average, prompts of exact
+    length, TTFT from the intended time."""
 
     ladders_of: Callable[[Arrangement, Mix], Sequence[Ladder]]
     """One for each limit of ITL that the arrangement is measured under, all of the same duration; none where
@@ -64,6 +64,7 @@ class HttpLoad:
             rate_per_s=rate_per_s,
             duration_s=ladder.duration_s,
             warmup_s=ladder.warmup_s,
+            exact_counts=True,
             standing=standing,
             input_tokens=str(mix.input_tokens),
             output_tokens=str(mix.output_tokens),

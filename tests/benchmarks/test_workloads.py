@@ -168,6 +168,23 @@ def test_a_load_may_find_requests_in_service() -> None:
         make_sessions(replace(options, users=3, requests=5))
 
 
+def test_short_loads_may_have_as_many_requests_as_on_average() -> None:
+    """Exactly so many before and after the warm-up, and with the gaps of a Poisson process."""
+    options = Options("http://x", rate_per_s=200.0, duration_s=50.0, warmup_s=10.0, exact_counts=True)
+    times = [session.arrives_s for session in make_sessions(options)]
+    assert times == sorted(times)
+    assert (sum(time < 10 for time in times), len(times)) == (2000, 10_000)
+    found = [late - early for early, late in itertools.pairwise(times)]
+    assert statistics.pstdev(found) / statistics.fmean(found) == pytest.approx(1, rel=0.05)
+    assert make_sessions(options) == make_sessions(options)
+    assert make_sessions(options) != make_sessions(replace(options, seed=1))
+    for wrong in ({"arrivals": "constant"}, {"requests": 5}, {"duration_s": None, "requests": 5}):
+        with pytest.raises(WorkloadError, match="exact counts"):
+            make_sessions(replace(options, **wrong))  # type: ignore[arg-type]
+    with pytest.raises(WorkloadError, match="no request"):
+        make_sessions(replace(options, rate_per_s=0.001))
+
+
 def test_every_word_is_one_token_of_the_model() -> None:
     vocabulary = load_vocabulary()
     assert len(WORDS) == len(set(WORDS)) > 90
