@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -12,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
+from antiphon import __version__
 from antiphon.router.api_keys import ApiKeys
 from antiphon.router.http_boundary import (
     HttpBoundary,
@@ -84,7 +84,7 @@ def create_app(context: ApiContext, is_draining: Callable[[], bool]) -> FastAPI:
     app = FastAPI(
         title="Antiphon",
         description="OpenAI-compatible API of a disaggregated GPT-OSS deployment.",
-        version=version("antiphon"),
+        version=__version__,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -13,6 +12,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
+from antiphon import __version__
 from antiphon.telemetry.trace_context import TraceContext
 from antiphon.telemetry.tracing import NO_ATTRIBUTES, Attributes
 
@@ -45,7 +45,7 @@ class OtelTracer:
         resource = Resource.create(
             {
                 "service.name": f"antiphon-{role}",
-                "service.version": version("antiphon"),
+                "service.version": __version__,
                 "service.instance.id": process,
             }
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics import exposition as openmetrics
+
+from antiphon import __version__
 
 PREFIX = "antiphon_"
 VllmNames = Mapping[str, tuple[str, ...]]
@@ -65,7 +66,7 @@ class ProcessRegistry(CollectorRegistry):
     def declare_build(self, role: str) -> None:
         """Export the version of this process."""
         info = Info(f"{PREFIX}build", "Version of this process.", registry=self)
-        info.info({"version": version("antiphon"), "role": role})
+        info.info({"version": __version__, "role": role})
 
 
 def _renamed(metric: Metric, name: str) -> Metric:
