@@ -31,7 +31,7 @@ import torch
 
 from antiphon.benchmarks.records import RESULTS, Layout, Record, append_records, checkout_commit, now
 from antiphon.model.checkpoint.load import load_model
-from antiphon.model.checkpoint.synthesize import synthesize_parameters
+from antiphon.model.checkpoint.synthesize import parameters_on_host
 from antiphon.model.checkpoint.write import write_checkpoint
 from antiphon.model.config import preset
 from antiphon.model.weight_cache.store import WeightCache
@@ -155,7 +155,7 @@ def make_checkpoint(directory: Path, like: str, device: torch.device) -> None:
     """
     if not directory.exists():
         config = preset(like)
-        write_checkpoint(directory, config, synthesize_parameters(config, device=device))
+        write_checkpoint(directory, config, parameters_on_host(config, device=device))
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def gpu_parts(out: Path, model: str) -> tuple[Part, ...]:
     quick = ("--batches", "1,8,32,128", "--prefill", "1024,8192", *records)
     streams = ("--tokens", "1024,8192,32768", "--seconds", "8", "--repeats", "3", *records)
     pair = ("--config", CONFIGS / "two-gpus-20b.yaml", *records)
-    synthesize = ("checkpoint", "synthesize", model, "--like", "gpt-oss-20b")
+    synthesize = ("checkpoint", "synthesize", model, "--like", "gpt-oss-20b", "--device", "cuda")
 
     def slots(name: str, *arguments: str) -> tuple[str, ...]:
         file = out / f"transfer_{name}.json"

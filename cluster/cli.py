@@ -135,12 +135,16 @@ def checkpoint_inspect(
 def checkpoint_synthesize(
     directory: Annotated[Path, typer.Argument(help="Folder to write; must be empty or absent.")],
     like: Annotated[str, typer.Option(help="tiny, gpt-oss-20b or gpt-oss-120b.")] = "tiny",
-    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes on the same device.")] = 0,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda: what draws the numbers; cuda when absent and there is one."),
+    ] = None,
 ) -> None:
     """Write a random checkpoint of a given shape, in the Hugging Face layout."""
     from antiphon.cluster.cli_checkpoint import synthesize
 
-    synthesize(directory, like, seed)
+    synthesize(directory, like, seed, device)
 
 
 @config_app.command("check")

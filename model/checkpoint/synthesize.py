@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.reference import FP4_VALUES
+from antiphon.model.checkpoint.in_order import map_in_order
 from antiphon.model.checkpoint.layout import Layout, ParameterSpec, TensorKind, parameter_specs
 from antiphon.model.checkpoint.write import MAX_SHARD_BYTES, write_checkpoint
 from antiphon.model.config import GptOssConfig, preset
@@ -49,8 +51,11 @@ def synthesize(
     seed: int = 0,
     layout: Layout = Layout.HUGGING_FACE,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    device: torch.device | str = "cpu",
 ) -> GptOssConfig:
-    """Write a random checkpoint of a known shape; the same seed gives the same bytes in either layout.
+    """Write a random checkpoint of a known shape; the same seed gives the same values in either layout.
+
+    Holds up to six parameters in memory: of 0.27 GB each for gpt-oss-20b, of 1.06 GB for gpt-oss-120b.
 
     Args:
         directory: must be absent or empty; appears when it is complete.
@@ -58,6 +63,7 @@ def synthesize(
         seed: of all randomness.
         layout: whose names and files to write.
         max_shard_bytes: largest file.
+        device: draws the numbers; CPU and CUDA draw different ones.
 
     Returns:
         the shape that was written.
@@ -67,8 +73,29 @@ def synthesize(
         CheckpointError: the folder is not empty.
     """
     config = preset(like)
-    write_checkpoint(directory, config, synthesize_parameters(config, seed), layout, max_shard_bytes)
+    write_checkpoint(directory, config, parameters_on_host(config, seed, device), layout, max_shard_bytes)
     return config
+
+
+def parameters_on_host(
+    config: GptOssConfig,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    threads: int = min(4, os.cpu_count() or 1),
+) -> Iterator[tuple[str, Tensor]]:
+    """What ``synthesize_parameters`` makes, in the host's memory, drawn and fetched while others are used.
+
+    Args:
+        threads: that draw; a parameter is drawn by one of them, whose number does not change it.
+
+    Yields:
+        as there.
+    """
+
+    def draw(spec: ParameterSpec) -> tuple[str, Tensor]:
+        return spec.name, _parameter(spec, config, seed, torch.device(device)).cpu()
+
+    yield from map_in_order(draw, parameter_specs(config, Layout.OPENAI), threads, "synthesize")
 
 
 def synthesize_parameters(
@@ -81,12 +108,15 @@ def synthesize_parameters(
     Yields:
         (OpenAI's name, tensor): bfloat16, and uint8 for the ``blocks`` and ``scales`` of MXFP4 experts.
     """
-    device = torch.device(device)
     for spec in parameter_specs(config, Layout.OPENAI):
-        generator = torch.Generator(device)
-        digest = hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=7).digest()
-        generator.manual_seed(int.from_bytes(digest, "little"))
-        yield spec.name, _draw(spec, config, generator)
+        yield spec.name, _parameter(spec, config, seed, torch.device(device))
+
+
+def _parameter(spec: ParameterSpec, config: GptOssConfig, seed: int, device: torch.device) -> Tensor:
+    generator = torch.Generator(device)
+    digest = hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=7).digest()
+    generator.manual_seed(int.from_bytes(digest, "little"))
+    return _draw(spec, config, generator)
 
 
 def _draw(spec: ParameterSpec, config: GptOssConfig, generator: torch.Generator) -> Tensor:

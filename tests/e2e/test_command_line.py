@@ -142,6 +142,8 @@ def test_synthesized_checkpoint_can_be_inspected(tmp_path: Path) -> None:
     assert_one_line_error(
         run("checkpoint", "synthesize", "--like", "gpt-oss-1t", str(tmp_path / "no")), "gpt-oss-1t"
     )
+    assert_one_line_error(run("checkpoint", "synthesize", "--device", "tpu", str(tmp_path / "no")), "tpu")
+    assert not (tmp_path / "no").exists()
 
 
 class Service:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from antiphon.model.checkpoint.config_json import read_config
+from antiphon.model.checkpoint.in_order import map_in_order
 from antiphon.model.checkpoint.inspect import inspect
 from antiphon.model.checkpoint.layout import Layout
 from antiphon.model.checkpoint.load import fill
 from antiphon.model.checkpoint.safetensors_file import read_header
-from antiphon.model.checkpoint.synthesize import synthesize, synthesize_parameters
+from antiphon.model.checkpoint.synthesize import parameters_on_host, synthesize, synthesize_parameters
 from antiphon.model.checkpoint.write import stored_tensors, write_checkpoint, write_config
 from antiphon.model.config import GptOssConfig, preset
 from antiphon.model.transformer import Transformer, TransformerBlock
@@ -173,3 +175,61 @@ def test_layouts_hold_the_same_values(write_mini: Write) -> None:
     theirs = write_mini(layout=Layout.HUGGING_FACE, name="huggingface")
     assert inspect(ours).bytes_by_kind == inspect(theirs).bytes_by_kind
     assert inspect(ours).tensors < inspect(theirs).tensors
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_change_nothing(threads: int, mini_config: GptOssConfig) -> None:
+    alone = list(synthesize_parameters(mini_config, 5))
+    together = list(parameters_on_host(mini_config, 5, threads=threads))
+    assert [name for name, _ in together] == [name for name, _ in alone]
+    for (name, a), (_, b) in zip(alone, together, strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_results_come_in_order_and_not_too_far_ahead() -> None:
+    begun: list[int] = []
+    slow_first = threading.Event()
+
+    def square(item: int) -> int:
+        begun.append(item)
+        if item == 0:
+            assert slow_first.wait(30)
+        return item * item
+
+    def items() -> Iterator[int]:
+        for item in range(8):
+            yield item
+            if item == 2:
+                slow_first.set()  # as many as there are threads were taken without waiting for the first
+
+    results = map_in_order(square, items(), 3)
+    assert begun == []
+    assert next(results) == 0
+    assert max(begun) <= 2
+    assert list(results) == [item * item for item in range(1, 8)]
+
+
+def test_a_failure_comes_at_its_place_and_ends_the_rest() -> None:
+    begun: list[int] = []
+
+    def fail_at_two(item: int) -> int:
+        begun.append(item)
+        if item == 2:
+            raise OSError("disk")
+        return item
+
+    results = map_in_order(fail_at_two, range(1000), 2)
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(OSError, match="disk"):
+        next(results)
+    assert len(begun) <= 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("map-in-order")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_threads_change_nothing_that_a_gpu_draws(mini_config: GptOssConfig) -> None:
+    alone = dict(synthesize_parameters(mini_config, 5, "cuda"))
+    for name, tensor in parameters_on_host(mini_config, 5, "cuda", threads=4):
+        assert tensor.device.type == "cpu"
+        assert torch.equal(tensor, alone[name].cpu()), name
