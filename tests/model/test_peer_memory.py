@@ -1,0 +1,190 @@
+"""How ranks come by each other's memory, with a device that only keeps books; a rank is a thread."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TypeVar
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from antiphon.kernels.collectives.ipc_memory import IpcMemoryError
+from antiphon.model.parallel.peer_memory import PeerMemory
+from antiphon.protocol.errors import RankLostError
+
+T = TypeVar("T")
+
+
+class Host:
+    """What all devices of a host hold: handle -> its rank, and who has it open."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.owner: dict[bytes, int] = {}
+        self.open: set[tuple[int, bytes]] = set()
+        self.freed: list[bytes] = []
+        self.numbers = itertools.count(1)
+
+
+class Device:
+    """One rank's; no address is there twice, as if no two devices saw a thing at the same place."""
+
+    def __init__(self, host: Host, rank: int) -> None:
+        self.host, self.rank = host, rank
+        self.handles: dict[int, bytes] = {}
+        self.refuses: dict[str, str] = {}
+
+    def allocate(self, size_bytes: int) -> tuple[int, bytes]:
+        self._refuse("allocate")
+        with self.host.lock:
+            number = next(self.host.numbers)
+            handle = number.to_bytes(2, "little") * 32  # bytes that no text holds
+            self.host.owner[handle] = self.rank
+            self.handles[number * 256] = handle
+        return number * 256, handle
+
+    def open(self, handle: bytes) -> int:
+        self._refuse("open")
+        with self.host.lock:
+            assert self.host.owner[handle] != self.rank, "CUDA opens no memory of the same process"
+            self.host.open.add((self.rank, handle))
+            address = next(self.host.numbers) * 256
+            self.handles[address] = handle
+        return address
+
+    def close(self, address: int) -> None:
+        with self.host.lock:
+            self.host.open.remove((self.rank, self.handles.pop(address)))
+
+    def free(self, address: int) -> None:
+        with self.host.lock:
+            handle = self.handles.pop(address)
+            assert self.host.owner[handle] == self.rank
+            assert not [rank for rank, opened in self.host.open if opened == handle], "freed under a peer"
+            self.host.freed.append(handle)
+
+    def _refuse(self, what: str) -> None:
+        if what in self.refuses:
+            raise IpcMemoryError(self.refuses[what])
+
+
+def new_store(timeout_s: float) -> Store:
+    store: Store = dist.HashStore()  # type: ignore[attr-defined]  # torch forgets to export it in its types
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+class Ranks:
+    """Every rank of a host."""
+
+    def __init__(self, size: int, timeout_s: float = 20.0) -> None:
+        self.size, self.host, self.store = size, Host(), new_store(timeout_s)
+        self.devices = [Device(self.host, rank) for rank in range(size)]
+
+    def make(self, rank: int) -> PeerMemory:
+        return PeerMemory(self.store, rank, self.size, 1000, self.devices[rank])
+
+    def at_once(self, call: Callable[[int], T], ranks: range | None = None) -> list[T | RankLostError]:
+        """What each rank got, or raised."""
+
+        def one(rank: int) -> T | RankLostError:
+            try:
+                return call(rank)
+            except RankLostError as error:
+                return error
+
+        with ThreadPoolExecutor(self.size) as threads:
+            return list(threads.map(one, ranks or range(self.size)))
+
+
+def made(found: list[PeerMemory | RankLostError]) -> list[PeerMemory]:
+    for each in found:
+        if isinstance(each, RankLostError):
+            raise each
+    return [each for each in found if isinstance(each, PeerMemory)]
+
+
+def test_every_rank_sees_the_memory_of_every_rank_at_its_place() -> None:
+    """Twice over one store: a second piece of memory is not taken for the first."""
+    ranks = Ranks(4)
+    seen: set[bytes] = set()
+    for _ in range(2):
+        by_rank = made(ranks.at_once(ranks.make))
+        handles = [
+            [ranks.devices[rank].handles[address] for address in memory.addresses]
+            for rank, memory in enumerate(by_rank)
+        ]
+        assert handles[1:] == handles[:-1]
+        assert [ranks.host.owner[handle] for handle in handles[0]] == [0, 1, 2, 3]
+        assert not seen & set(handles[0])
+        seen |= set(handles[0])
+    assert len(ranks.host.open) == 2 * 4 * 3
+
+
+def test_memory_is_freed_when_everybody_has_closed_it() -> None:
+    ranks = Ranks(3)
+    memory = made(ranks.at_once(ranks.make))
+    assert ranks.at_once(lambda rank: memory[rank].close()) == [True] * 3
+    assert not ranks.host.open
+    assert sorted(ranks.host.freed) == sorted(ranks.host.owner)
+    assert memory[0].close(), "a second time"
+
+
+def test_a_rank_that_never_closes_is_not_waited_for_for_ever() -> None:
+    """Its mapping may still be read: nothing is freed under it."""
+    ranks = Ranks(2)
+    memory = made(ranks.at_once(ranks.make))
+    begin = time.monotonic()
+    assert not memory[0].close(timeout_s=0.2)
+    assert time.monotonic() - begin < 10
+    assert ranks.host.freed == []
+    assert {rank for rank, _ in ranks.host.open} == {1}
+
+
+def test_a_rank_that_never_comes_is_named_within_the_stores_timeout() -> None:
+    ranks = Ranks(3, timeout_s=0.5)
+    begin = time.monotonic()
+    errors = ranks.at_once(ranks.make, range(2))
+    assert time.monotonic() - begin < 10
+    assert [str(error).partition(" for memory")[0] for error in errors] == [
+        f"rank {rank} of 3: rank 2 did not say 'handle'" for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("allocate", "rank 1 of 3: no memory for the other ranks: out of memory"),
+        ("open", "rank 1 of 3: the memory of rank 0 cannot be reached: out of memory"),
+    ],
+)
+def test_what_one_rank_fails_with_all_raise(what: str, said: str) -> None:
+    """At once, not when they have waited long enough; and nothing of theirs stays open."""
+    ranks = Ranks(3, timeout_s=60.0)
+    ranks.devices[1].refuses[what] = "out of memory"
+    begin = time.monotonic()
+    errors = ranks.at_once(ranks.make)
+    assert time.monotonic() - begin < 20
+    assert all(isinstance(error, RankLostError) for error in errors)
+    reason = said.partition(": ")[2]
+    assert [str(error) for error in errors] == [
+        f"rank 0 of 3: rank 1 failed: {reason}",
+        said,
+        f"rank 2 of 3: rank 1 failed: {reason}",
+    ]
+    assert not ranks.host.open
+    assert ranks.host.freed == []
+
+
+def test_one_rank_needs_nobody() -> None:
+    ranks = Ranks(1)
+    memory = ranks.make(0)
+    assert memory.addresses == (256,)
+    assert memory.close()
+    assert len(ranks.host.freed) == 1
