@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from antiphon.kernels import page_copy
 from antiphon.kernels.attention import fp8_hopper, prefill_hopper
 from antiphon.kernels.collectives import peer_reduce
 from antiphon.kernels.cuda_library import CudaLibrary, KernelLibraryError
@@ -21,6 +22,7 @@ LIBRARIES: tuple[CudaLibrary, ...] = (
     prefill_hopper.LIBRARY,
     fp8_hopper.LIBRARY,
     peer_reduce.LIBRARY,
+    page_copy.LIBRARY,
 )
 """Every library that a worker on an H200 loads."""
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.kernels import page_copy
 from antiphon.protocol.kv_messages import MemoryRegion
 
 _WORD = torch.int64
-"""Copies move words of 8 bytes, whatever the keys and values are."""
+"""torch's copies move words of 8 bytes, whatever the keys and values are."""
 
 
 class PageBlock(Protocol):
@@ -32,7 +33,10 @@ class KvStaging:
     """Slots of one rank beside its pages; implements ``kv_transfer.staging.StagingMemory``.
 
     Args:
-        slots, slot_bytes: how many of which size; a multiple of 8.
+        slots, slot_bytes: how many of which size; a multiple of 16.
+
+    Raises:
+        KernelLibraryError: on an H200, the copies' kernels were not built.
     """
 
     def __init__(self, kv_cache: PagedKvCache, slots: int, slot_bytes: int) -> None:
@@ -41,6 +45,9 @@ class KvStaging:
         self._slot_bytes = slot_bytes
         self._memory = torch.zeros(slots * slot_bytes, dtype=torch.uint8, device=kv_cache.device)
         self._stream: torch.cuda.Stream | None = None
+        self._by_kernel = page_copy.serves(kv_cache.device)
+        if self._by_kernel:
+            page_copy.load()
 
     @property
     def region(self) -> MemoryRegion:
@@ -73,18 +80,34 @@ class KvStaging:
             if self._stream is None:
                 # Ahead of the engine's steps: a copy is short, and a peer waits for it.
                 self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(self._stream):
-                self._copy(offset, blocks, gather)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record()
+            if self._by_kernel:
+                self._launch(offset, blocks, gather, self._stream.cuda_stream)
+            else:
+                with torch.cuda.stream(self._stream):
+                    self._copy(offset, blocks, gather)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
         return event.query
+
+    def _launch(self, offset: int, blocks: Sequence[PageBlock], gather: bool, stream: int) -> None:
+        """One kernel a block, nothing copied to the device and nothing allocated."""
+        for block in blocks:
+            chosen = self._chosen(block)
+            size = len(block.pages) * chosen[0].numel()
+            staged = self._memory[offset : offset + size]
+            page_copy.copy_pages(chosen, block.pages, staged, stream, gather=gather)
+            offset += size
+
+    def _chosen(self, block: PageBlock) -> Tensor:
+        """[N, layers, heads, bytes] uint8 view of all pages."""
+        pages = self._kv_cache.memory(block.group)  # [N, layers, G, ..]
+        layers, heads = block.layers, block.heads
+        chosen = pages.flatten(3)[:, layers.start : layers.stop, heads.start : heads.stop]
+        return chosen.view(torch.uint8)
 
     def _copy(self, offset: int, blocks: Sequence[PageBlock], gather: bool) -> None:
         for block in blocks:
-            pages = self._kv_cache.memory(block.group)  # [N, layers, G, ..]
-            chosen = pages.flatten(3)[
-                :, block.layers.start : block.layers.stop, block.heads.start : block.heads.stop
-            ].view(_WORD)
+            chosen = self._chosen(block).view(_WORD)
             index = self._index(block.pages)
             shape = (len(block.pages), *chosen.shape[1:])
             size = torch.Size(shape).numel() * _WORD.itemsize

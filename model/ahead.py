@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from antiphon.kernels import portable_moe
+from antiphon.kernels import page_copy, portable_moe
 from antiphon.kernels.ahead import load_only, missing_kernels, triton_folder
 from antiphon.kernels.attention import fp8_hopper, prefill_hopper
 from antiphon.kernels.attention.decode import DecodeAttention
@@ -203,12 +203,12 @@ def launch_all(config: GptOssConfig, shape: WorkerShape, device: torch.device | 
 
 def libraries(shape: WorkerShape) -> tuple[CudaLibrary, ...]:
     """The CUDA libraries that each rank of a worker loads on an H200."""
-    fp8_kv = (fp8_hopper.LIBRARY,) if shape.fp8_kv else ()
+    pages = (page_copy.LIBRARY, *((fp8_hopper.LIBRARY,) if shape.fp8_kv else ()))
     if shape.layout.tensor_parallel == 1:
-        return (skinny.LIBRARY, moe_build.LIBRARY, prefill_hopper.LIBRARY, *fp8_kv)
+        return (skinny.LIBRARY, moe_build.LIBRARY, prefill_hopper.LIBRARY, *pages)
     experts = (moe_build.LIBRARY,) if shape.layout.expert_parallel else ()
     sums = (peer_reduce.LIBRARY,) if shape.samples else ()
-    return (prefill_hopper.LIBRARY, *experts, *sums, *fp8_kv)
+    return (prefill_hopper.LIBRARY, *experts, *sums, *pages)
 
 
 def require_built(config: GptOssConfig, shape: WorkerShape, device: torch.device | str) -> None:

@@ -30,6 +30,7 @@ from antiphon.kernels.moe.streamed import (
     TILE_ROWS,
     StreamedExperts,
 )
+from antiphon.kernels.page_copy import copy_pages
 from antiphon.kernels.reference import ExpertMatrix, PagedSequences
 from antiphon.kernels.sampling import choose_tokens
 
@@ -262,6 +263,16 @@ def _prefill_attention_hopper(machine: Machine) -> None:
             hopper_prefill_attention(
                 *(query, cache, sequences, sinks, window, 0.125, max(queries)), ordered=ordered
             )
+
+
+@case("page_copy")
+def _page_copy(machine: Machine) -> None:
+    pages = machine.integers(256, 7, 4, 8, 1040)
+    for heads in (range(8), range(3, 5)):  # a page's part in one run, and in several
+        chosen = pages[:, 1:3, heads.start : heads.stop]
+        staged = torch.zeros(3 * chosen[0].numel(), dtype=torch.uint8).to(machine.device)
+        for gather in (True, False):
+            copy_pages(chosen, [5, 0, 6], staged, 0, gather=gather)
 
 
 @case("reduce_add_norm")

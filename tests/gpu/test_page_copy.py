@@ -1,0 +1,78 @@
+"""Copies between pages and slots by one kernel, against torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.engine.kv_staging import KvStaging
+from antiphon.kv_transfer.staging import Block
+from antiphon.model.config import preset
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SLOT_BYTES = 128 * 2**20
+
+
+def make(pages: int, *, full_fp8: bool = False) -> tuple[PagedKvCache, KvStaging]:
+    cache = PagedKvCache(
+        preset("gpt-oss-20b"),
+        full_pages=pages,
+        sliding_pages=pages,
+        page_size=64,
+        dtype=torch.bfloat16,
+        device="cuda",
+        full_fp8=full_fp8,
+    )
+    for group in ("full", "sliding"):
+        memory = cache.memory(group).view(torch.uint8)
+        memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8, device="cuda"))
+    return cache, KvStaging(cache, 1, SLOT_BYTES)
+
+
+def finish(done: Callable[[], bool]) -> None:
+    torch.cuda.synchronize()
+    assert done()
+
+
+@pytest.mark.parametrize("full_fp8", [False, True])
+@pytest.mark.parametrize(
+    ("count", "layers", "heads"),
+    [
+        (1, range(12), range(8)),
+        (37, range(3, 6), range(8)),
+        (37, range(2, 7), range(4, 6)),
+        (950, range(1), range(1)),
+    ],
+)
+def test_what_is_gathered_and_spread_is_what_torch_copies(
+    count: int, layers: range, heads: range, full_fp8: bool
+) -> None:
+    torch.manual_seed(count)
+    cache, staging = make(max(count, 40), full_fp8=full_fp8)
+    order = torch.randperm(max(count, 40))[:count].tolist()
+    blocks = [Block("full", tuple(order), layers, heads), Block("sliding", tuple(order[:3]), layers, heads)]
+    memory = staging._memory
+    memory.fill_(0xAB)
+    finish(staging.gather(4096, blocks))
+    mine = memory.clone()
+    memory.fill_(0xAB)
+    staging._copy(4096, blocks, gather=True)
+    torch.cuda.synchronize()
+    assert torch.equal(memory, mine)
+
+    before = {group: cache.memory(group).clone() for group in ("full", "sliding")}
+    memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8, device="cuda"))
+    finish(staging.scatter(4096, blocks))
+    spread = {group: cache.memory(group).clone() for group in before}
+    for group, pages in before.items():
+        cache.memory(group).copy_(pages)
+    staging._copy(4096, blocks, gather=False)
+    torch.cuda.synchronize()
+    for group, pages in spread.items():
+        assert torch.equal(cache.memory(group).view(torch.uint8), pages.view(torch.uint8))
