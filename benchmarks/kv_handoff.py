@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=8192)
     parser.add_argument("--layer-groups", type=int, default=4)
     parser.add_argument("--slots", type=int, default=4, help="0 writes every run of pages by itself")
-    parser.add_argument("--slot-mib", type=int, default=32)
+    parser.add_argument("--slot-mib", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compute-ms", default="", help="tokens:milliseconds of a prefill, comma-separated")
     parser.add_argument("--out", type=Path)

@@ -149,7 +149,7 @@ class TransferConfig(Section):
     staging_slots: int | None = pydantic.Field(None, ge=0)
     """Slots for each pair of a prefill and a decode worker, through which pages are sent in one piece; 0
     writes every run of pages by itself. Absent: 4 between GPUs, 0 otherwise."""
-    staging_slot_mib: int = pydantic.Field(32, ge=1)
+    staging_slot_mib: int = pydantic.Field(64, ge=1)
     """Size of a slot, for each rank."""
     lease_s: float = pydantic.Field(15.0, gt=0)
     """A peer silent for this long is treated as dead and its work is recomputed elsewhere."""
