@@ -12,14 +12,20 @@ Result = TypeVar("Result")
 
 
 def map_in_order(
-    function: Callable[[Item], Result], items: Iterable[Item], threads: int, name: str = "map-in-order"
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    threads: int,
+    ahead: int,
+    name: str = "map-in-order",
 ) -> Iterator[Result]:
     """Results in the order of the items, computed in threads while earlier results are being used.
 
-    At most ``threads`` results are computed or wait at any time. Nothing is computed before the first is
-    asked for; items that were not begun are left when the iterator is closed or a call raises.
+    Nothing is computed before the first is asked for; items that were not begun are left when the iterator
+    is closed or a call raises.
 
     Args:
+        ahead: results that are computed or wait at any time, at most. Where some take far longer than others,
+            several times the threads, so that these find work while one is waited for.
         name: of the threads.
 
     Raises:
@@ -29,7 +35,7 @@ def map_in_order(
         waiting: deque[Future[Result]] = deque()
         try:
             for item in items:
-                if len(waiting) == threads:
+                if len(waiting) == ahead:
                     yield waiting.popleft().result()
                 waiting.append(pool.submit(function, item))
             while waiting:

@@ -200,9 +200,9 @@ def test_results_come_in_order_and_not_too_far_ahead() -> None:
         for item in range(8):
             yield item
             if item == 2:
-                slow_first.set()  # as many as there are threads were taken without waiting for the first
+                slow_first.set()  # three were taken without waiting for the first
 
-    results = map_in_order(square, items(), 3)
+    results = map_in_order(square, items(), threads=2, ahead=3)
     assert begun == []
     assert next(results) == 0
     assert max(begun) <= 2
@@ -218,7 +218,7 @@ def test_a_failure_comes_at_its_place_and_ends_the_rest() -> None:
             raise OSError("disk")
         return item
 
-    results = map_in_order(fail_at_two, range(1000), 2)
+    results = map_in_order(fail_at_two, range(1000), threads=2, ahead=2)
     assert [next(results), next(results)] == [0, 1]
     with pytest.raises(OSError, match="disk"):
         next(results)
