@@ -109,7 +109,7 @@ def time_decode(
         step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread goes on
         chosen = step()
     samples = []
     for _ in range(steps):

@@ -32,6 +32,7 @@ class Rank:
         self.group = RankGroup.join(self.store, rank, self.size, device=self.device, timeout_s=300.0)
         self.store.set_timeout(timedelta(seconds=300))  # one rank may compile what the others do not need
         self.records: list[Record] = []
+        self._fused: list[FusedReduce] = []
         self._out: Path | None = options.out
         self._saved = 0
 
@@ -56,7 +57,15 @@ class Rank:
 
     def fused(self, limits: ReduceLimits, width: int) -> FusedReduce:
         """Sums over peer memory, which only GPUs have."""
-        return FusedReduce(self.store, self.group.communicator, limits, width, self.device)
+        fused = FusedReduce(self.store, self.group.communicator, limits, width, self.device)
+        self._fused.append(fused)
+        return fused
+
+    def close(self) -> None:
+        """The normal end: every rank has done its last sum."""
+        for fused in self._fused:
+            fused.close()
+        self.group.close()
 
     def layouts(self) -> tuple[ParallelLayout, ...]:
         """Experts dealt out whole, and split."""

@@ -162,7 +162,7 @@ def run_rank(rank: int, options: argparse.Namespace, port: int) -> None:
             parts[name]()
         finally:
             mine.save()
-    mine.group.close()
+    mine.close()
 
 
 def main() -> int:
@@ -177,7 +177,6 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

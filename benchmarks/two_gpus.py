@@ -101,7 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{part.limit_s:4.0f} s  {part.name}: {' '.join(part.arguments)}")
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ["PYTHONUNBUFFERED"] = "1"
     deadline = time.monotonic() + options.seconds

@@ -67,11 +67,10 @@ SPARE_CPUS = 64
 
 ALL_GPUS_OF_A_WORKER = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NCCL_NVLS_ENABLE": "0",
 }
-"""For workers of several ranks: each process sees the GPUs of all of them, which peer memory needs. Multicast
-is off: the few rows of a decode step gain nothing by it, and containers seldom have the rights for it."""
+"""For workers of several ranks: each process sees the GPUs of all of them, so that rank r computes on cuda:r.
+Multicast is off: the few rows of a decode step gain nothing by it, and few containers have rights for it."""
 
 FOLDER_PREFIX = "antiphon-"
 """Of a private cluster's folder; the supervisor's process id follows."""

@@ -62,6 +62,7 @@ class FollowerLoop:
             self._group.agree(self._model.facts())
             while self._follow():
                 pass
+            self._graphs.clear()
         finally:
             self._group.close()
 

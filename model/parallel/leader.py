@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,54 +15,16 @@ from torch import Tensor
 from antiphon.model.forward import ForwardBatch, KvLayers, ReservesBuffers, ReservesForPages
 from antiphon.model.parallel.batch_wire import BatchSizes, pack
 from antiphon.model.parallel.commands import Command, CommandChannel, RankModel, kv_geometry
+from antiphon.model.parallel.graphs_over_ranks import (
+    Captured,
+    CapturedParts,
+    GraphOverRanks,
+    PartsOverRanks,
+)
 from antiphon.model.parallel.rank_group import RankGroup
 from antiphon.protocol.errors import RankLostError
 
 _log = logging.getLogger(__name__)
-
-
-class Captured(Protocol):
-    """Work that can be issued again and again, in fixed memory."""
-
-    output: Tensor
-
-    def replay(self) -> None:
-        """Issue it; ``output`` is overwritten."""
-
-
-class CapturedParts(Protocol):
-    """The same, part after part."""
-
-    output: Tensor
-
-    def replay(self, after_part: Callable[[int], None]) -> None:
-        """Issue it; ``after_part(i)`` is called when the i-th part was issued."""
-
-
-class _OnAllRanks:
-    """A graph of rank 0 whose replay has the other ranks replay theirs."""
-
-    def __init__(self, leader: LeaderModel, captured: Captured, number: int) -> None:
-        self._leader = leader
-        self._captured = captured
-        self._number = number
-        self.output = captured.output
-
-    def replay(self) -> None:
-        self._leader.replay(self._number, self._captured)
-
-
-class _PartsOnAllRanks:
-    """The same for graphs that follow one another: one command has the other ranks replay all of theirs."""
-
-    def __init__(self, leader: LeaderModel, captured: CapturedParts, number: int) -> None:
-        self._leader = leader
-        self._captured = captured
-        self._number = number
-        self.output = captured.output
-
-    def replay(self, after_part: Callable[[int], None]) -> None:
-        self._leader.replay_parts(self._number, self._captured, after_part)
 
 
 class LeaderModel:
@@ -101,6 +64,7 @@ class LeaderModel:
         self._captures = 0
         self._claimed = 0
         """Of the captures, those that a graph stands for already."""
+        self._on_all: weakref.WeakSet[GraphOverRanks | PartsOverRanks] = weakref.WeakSet()
         self._computing = False
         self._failure: BaseException | None = None
         self._stopping = threading.Event()
@@ -202,12 +166,20 @@ class LeaderModel:
             RuntimeError: it holds several calls of this model, of which the others would replay only one.
         """
         number = self._claim()
-        return captured if number is None else _OnAllRanks(self, captured, number)
+        if number is None:
+            return captured
+        on_all = GraphOverRanks(captured, partial(self.replay, number))
+        self._on_all.add(on_all)
+        return on_all
 
     def parts_for_all_ranks(self, captured: CapturedParts) -> CapturedParts:
         """The same for a step that was captured in parts; see ``for_all_ranks``."""
         number = self._claim()
-        return captured if number is None else _PartsOnAllRanks(self, captured, number)
+        if number is None:
+            return captured
+        on_all = PartsOverRanks(captured, partial(self.replay_parts, number))
+        self._on_all.add(on_all)
+        return on_all
 
     def reserve(self, tokens: int) -> None:
         """Have every rank keep buffers for steps of up to so many tokens; see ``model.forward``."""
@@ -269,7 +241,9 @@ class LeaderModel:
             self._deferred.append(message)
 
     def close(self) -> None:
-        """Let the other ranks' loops end, and leave the group. May be called twice, and from ``on_lost``.
+        """Let the other ranks' loops end, let go of graphs that all replay, and leave the group.
+
+        May be called twice, and from ``on_lost``.
 
         Raises:
             RankLostError: another rank died or hangs and was not known to.
@@ -282,6 +256,8 @@ class LeaderModel:
                 with self._command():
                     self._channel.send(Command.STOP)
                 self._failure = RankLostError("the leader was closed")
+                for captured in list(self._on_all):  # NCCL's communicator does not end before its graphs
+                    captured.release()
         finally:
             self._group.close()
 

@@ -58,6 +58,11 @@ class RankGraphs:
         self._parts[number] = graphs
         self._steps.add(number)
 
+    def clear(self) -> None:
+        """Let go of all graphs; NCCL's communicator does not end before those that hold its kernels."""
+        self._parts.clear()
+        self._steps.clear()
+
     def is_step(self, number: int) -> bool:
         """Whether a number stands for a step that was cut into parts, be it one."""
         return number in self._steps

@@ -11,7 +11,9 @@ an operation exceeds the timeout. Either way the operation raises, and so does e
 from __future__ import annotations
 
 import json
+import logging
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -25,8 +27,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from antiphon.model.parallel.communicator import Communicator, SingleRank
 from antiphon.protocol.errors import ConfigError, RankLostError
 
+_log = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"
 """Ranks of one worker share a host, so control messages and CPU tensors never leave it."""
+
+ABORT_TIMEOUT_S = 5.0
+"""Longest that leaving may take. NCCL's abort returns when all graphs are gone that hold its kernels; one
+that runs stays, for ever where a kernel of ours waits in it for a rank that died."""
 
 
 class _Collectives(Protocol):
@@ -238,12 +246,20 @@ class GroupCommunicator:
         if self._collectives is not None:
             self._collectives.set_timeout(timedelta(seconds=timeout_s))
 
-    def close(self) -> None:
-        """Drop the connections."""
+    def close(self, timeout_s: float = ABORT_TIMEOUT_S) -> None:
+        """Drop the connections; after the timeout that is left to the end of the process."""
         self._lost = self._lost or "this rank has left"
-        if self._collectives is not None:
-            self._collectives.abort()  # NCCL: ends kernels that wait for others; gloo closes when it is freed
-            self._collectives = None
+        if self._collectives is None:
+            return
+        # NCCL: ends kernels that wait for others; gloo closes when it is freed.
+        ending = threading.Thread(target=self._collectives.abort, name="rank-abort", daemon=True)
+        self._collectives = None
+        ending.start()
+        ending.join(timeout_s)
+        if ending.is_alive():
+            _log.warning(
+                "rank %d of %d: the connections did not end within %g s", self._rank, self._size, timeout_s
+            )
 
     def _live(self) -> _Collectives:
         if self._lost is not None or self._collectives is None:

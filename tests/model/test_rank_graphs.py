@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from antiphon.model.parallel.follower import FollowerLoop
 from antiphon.model.parallel.leader import LeaderModel
 from antiphon.model.parallel.rank_group import RankGroup
 from antiphon.model.parallel.transformer import ParallelTransformer
+from antiphon.protocol.errors import RankLostError
 
 Build = Callable[..., ParallelTransformer]
 Ranks = Callable[..., list[Any]]
@@ -58,8 +60,13 @@ def test_what_rank_0_captures_all_ranks_capture_and_replay(
 ) -> None:
     """The order of commands around a graph; the graphs themselves need GPUs."""
     seen: list[tuple[int, str]] = []
+    theirs: weakref.WeakSet[Graph] = weakref.WeakSet()
+    left: list[int] = []
 
     class Graph:
+        def __init__(self) -> None:
+            theirs.add(self)
+
         def pool(self) -> int:
             return 7
 
@@ -80,6 +87,13 @@ def test_what_rank_0_captures_all_ranks_capture_and_replay(
     def work(group: RankGroup) -> int:
         model = build(small, group)
         if group.rank > 0:
+            end = group.close
+
+            def close() -> None:
+                left.append(len(theirs))
+                end()
+
+            monkeypatch.setattr(group, "close", close)
             FollowerLoop(model, OneToken(model), group).run()
             return 0
         leader = LeaderModel(model, group)
@@ -100,10 +114,17 @@ def test_what_rank_0_captures_all_ranks_capture_and_replay(
         on_all.replay()
         on_all.replay()
         model.device = torch.device("cpu")
+        held = weakref.ref(graph)
+        replays = graph.replays
+        del graph
         leader.close()
-        return graph.replays
+        assert held() is None, "NCCL's communicator would wait for the end of rank 0's graph"
+        with pytest.raises(RankLostError, match="left"):
+            on_all.replay()
+        return replays
 
     assert in_ranks(2, work) == [2, 0]
+    assert left[0] == 0, "its own graphs are gone before a rank leaves"
     pools = ["captures into pool None", *["captures into pool 7"] * 2]
     assert [what for _, what in seen] == [*pools, "replayed", "replayed"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,12 +11,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from antiphon.model.config import GptOssConfig
 from antiphon.model.parallel.follower import FollowerLoop
 from antiphon.model.parallel.leader import LeaderModel
-from antiphon.model.parallel.rank_group import RankGroup, open_store
+from antiphon.model.parallel.rank_group import GroupCommunicator, RankGroup, open_store
 from antiphon.model.parallel.transformer import ParallelTransformer
 from antiphon.protocol.errors import ConfigError, RankLostError
 
@@ -94,3 +96,26 @@ def test_a_meeting_place_that_is_taken_or_not_there_is_an_error() -> None:
             open_store(0, 2, port=port)
     with pytest.raises(RankLostError, match=rf"rank 1 of 2: no meeting place at 127\.0\.0\.1:{port}"):
         open_store(1, 2, port=port, timeout_s=1.0)
+
+
+class Stuck:
+    """Collectives whose abort waits for a graph that never ends, as NCCL's may."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def abort(self) -> None:
+        self.released.wait(60)
+
+
+def test_leaving_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    stuck = Stuck()
+    communicator = GroupCommunicator(stuck, 1, 2)  # type: ignore[arg-type]  # nothing else is asked of it
+    begin = time.monotonic()
+    communicator.close(timeout_s=0.1)
+    assert time.monotonic() - begin < 20
+    assert "rank 1 of 2: the connections did not end within 0.1 s" in caplog.text
+    communicator.close()
+    with pytest.raises(RankLostError, match="this rank has left"):
+        communicator.all_reduce(torch.ones(1))
+    stuck.released.set()
