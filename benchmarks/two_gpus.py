@@ -19,7 +19,11 @@ from pathlib import Path
 
 from antiphon.benchmarks.parts import Log, Part, build_kernels, module, run_all
 
-TESTS = ("tests/model/test_parallel_nccl.py", "tests/gpu/test_rank_end_cuda.py")
+TESTS = (
+    "tests/gpu/test_peer_memory_cuda.py",
+    "tests/model/test_parallel_nccl.py",
+    "tests/gpu/test_rank_end_cuda.py",
+)
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
