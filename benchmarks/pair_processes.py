@@ -47,7 +47,11 @@ def deployment(model: str, device: str, colocated: bool, context_tokens: int, ba
     return DeploymentConfig.model_validate(
         {
             "model": {"path": model},
-            "prefill": {**pool, "replicas": 0 if colocated else 1},
+            "prefill": {
+                **pool,
+                "replicas": 0 if colocated else 1,
+                "chunk_graph_tokens": "standard" if device == "cuda" else (),
+            },
             "decode": pool | local,
             "transfer": {"layer_groups": 4 if device == "cuda" else 2},
         }
@@ -72,9 +76,7 @@ def serve(role: Role, config: DeploymentConfig, model: str, pipe: Connection) ->
     if fast:
         from antiphon.model.cuda_transformer import CudaTransformer
 
-        network = CudaTransformer(
-            shape, synthesize_parameters(shape, 0, "cuda"), with_unembedding=samples, resident_fp8=not samples
-        )
+        network = CudaTransformer(shape, synthesize_parameters(shape, 0, "cuda"), with_unembedding=samples)
     else:
         from antiphon.model.checkpoint.load import fill
         from antiphon.model.transformer import Transformer

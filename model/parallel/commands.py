@@ -17,7 +17,7 @@ STOP
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -66,6 +66,14 @@ class RankModel(LanguageModel, Protocol):
 
     def facts(self) -> dict[str, object]:
         """What all ranks must have in common, by name."""
+
+
+@runtime_checkable
+class SharesMemory(Protocol):
+    """A rank whose kernels read and write memory of other ranks."""
+
+    def stop_sharing(self) -> None:
+        """Close the others' memory, then free this rank's; every rank calls this after its last step."""
 
 
 class CommandChannel:

@@ -47,6 +47,9 @@ class RowReduce(Protocol):
     def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``residual += sum of x over ranks`` in place, then its RMSNorm, which is returned."""
 
+    def close(self) -> None:
+        """Give back what the ranks share for it; every rank calls this, after its last sum."""
+
 
 def takes_hopper_experts(config: GptOssConfig, layout: ParallelLayout, device: torch.device) -> bool:
     """Whether a rank's experts run on the kernels made for Hopper: those dealt out whole, on an H200."""
@@ -211,6 +214,11 @@ class CudaRankTransformer:
         return choose_over_ranks(
             self._local_logits(hidden), self.shape.vocabulary.start, self._communicator, draws
         )
+
+    def stop_sharing(self) -> None:
+        """See ``model.parallel.commands.SharesMemory``."""
+        if self._row_reduce is not None:
+            self._row_reduce.close()
 
     def facts(self) -> dict[str, object]:
         """What all ranks must have in common, by name."""

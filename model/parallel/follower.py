@@ -10,7 +10,14 @@ from torch import Tensor
 
 from antiphon.model.forward import KvLayers, ReservesBuffers
 from antiphon.model.parallel.batch_wire import BatchSizes, unpack
-from antiphon.model.parallel.commands import KV_GEOMETRY, Command, CommandChannel, RankModel, kv_geometry
+from antiphon.model.parallel.commands import (
+    KV_GEOMETRY,
+    Command,
+    CommandChannel,
+    RankModel,
+    SharesMemory,
+    kv_geometry,
+)
 from antiphon.model.parallel.rank_graphs import RankGraphs
 from antiphon.model.parallel.rank_group import RankGroup
 from antiphon.protocol.errors import ConfigError, RankLostError
@@ -63,6 +70,8 @@ class FollowerLoop:
             while self._follow():
                 pass
             self._graphs.clear()
+            if isinstance(self._model, SharesMemory):
+                self._model.stop_sharing()
         finally:
             self._group.close()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from antiphon.model.forward import ForwardBatch, KvLayers, ReservesBuffers, ReservesForPages
 from antiphon.model.parallel.batch_wire import BatchSizes, pack
-from antiphon.model.parallel.commands import Command, CommandChannel, RankModel, kv_geometry
+from antiphon.model.parallel.commands import Command, CommandChannel, RankModel, SharesMemory, kv_geometry
 from antiphon.model.parallel.graphs_over_ranks import (
     Captured,
     CapturedParts,
@@ -258,6 +258,8 @@ class LeaderModel:
                 self._failure = RankLostError("the leader was closed")
                 for captured in list(self._on_all):  # NCCL's communicator does not end before its graphs
                     captured.release()
+                if isinstance(self._model, SharesMemory):
+                    self._model.stop_sharing()
         finally:
             self._group.close()
 

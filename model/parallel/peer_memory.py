@@ -75,8 +75,7 @@ class PeerMemory:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Close the others' memory, then free this rank's once they all have closed it. May be called twice.
 
-        Nothing that uses the memory may be running on this rank's GPU or come later. A process that ends
-        without this frees nothing under a peer either: CUDA keeps memory for as long as anybody maps it.
+        Nothing that uses the memory may be running on this rank's GPU or come later.
 
         Returns:
             False when another rank did not close within the time: this process' end gives the memory back.
@@ -202,9 +201,22 @@ class FusedReduce:
     def close(self) -> None:
         """Give the memory back, see ``PeerMemory.close``; every rank calls this, after its last sum.
 
-        For the normal end, as this waits for what runs on the GPU, be it a sum that waits for a lost rank.
+        What the default stream holds is waited for as long as for another rank: a sum may wait for a lost one,
+        and the memory is then left to the end of the process. Graphs that hold sums are not to be replayed.
         """
-        torch.cuda.synchronize(self._device)
         self._one_shot = self._two_shot = None
+        if not _ended(torch.cuda.default_stream(self._device), CLOSE_TIMEOUT_S):
+            _log.info("memory of other ranks is kept to the end of the process: a step has not ended")
+            return
         for memory in self._memory:
             memory.close()
+
+
+def _ended(stream: torch.cuda.Stream, timeout_s: float) -> bool:
+    """Whether all that was issued on a stream is done within the time."""
+    event, deadline = stream.record_event(), time.monotonic() + timeout_s
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True

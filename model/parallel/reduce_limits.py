@@ -1,8 +1,9 @@
 """Up to how many rows a sum over ranks takes which way: the one table of the crossovers.
 
 ``python -m antiphon.benchmarks.rank_steps --parts sums`` measures all ways over all sizes and prints the
-limits that belong here. None has been measured yet: 64 rows are half of what a decode step may have, and the
-two-shot sum waits for a figure.
+limits that belong here. Of two ranks they were: on two H200s one shot takes 6.5 us for one row and 211 us for
+8,192, NCCL with a fused add and norm 11.7 and 231, two shots more than either. Of more ranks none has been
+measured yet: 64 rows are half of what a decode step may have.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class ReduceLimits:
 
 
 BY_RANKS: dict[int, ReduceLimits] = {
-    2: ReduceLimits(64),
+    2: ReduceLimits(8192),
     4: ReduceLimits(64),
     8: ReduceLimits(64),
 }
