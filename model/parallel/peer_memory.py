@@ -81,19 +81,27 @@ class PeerMemory:
             False when another rank did not close within the time: this process' end gives the memory back.
 
         Raises:
-            IpcMemoryError: CUDA did not close or free; what runs on the device failed before.
+            RankLostError: CUDA did not close or free, for a reason that something on the device met before.
         """
         if not self.addresses:
             return True
         self.addresses = ()
-        self._close_opened()
+        try:
+            self._close_opened()
+            if not self._all_closed(timeout_s):
+                return False
+            self._memory.free(self._own)
+        except IpcMemoryError as error:
+            raise RankLostError(f"memory in common does not close: {error}") from error
+        return True
+
+    def _all_closed(self, timeout_s: float) -> bool:
         try:
             self._words.say("closed")
             self._words.hear("closed", timeout_s)
         except RankLostError as error:
             _log.info("memory of other ranks is kept to the end of the process: %s", error)
             return False
-        self._memory.free(self._own)
         return True
 
     def _close_opened(self) -> None:
@@ -201,7 +209,7 @@ class FusedReduce:
     def close(self) -> None:
         """Give the memory back, see ``PeerMemory.close``; every rank calls this, after its last sum.
 
-        What the default stream holds is waited for as long as for another rank: a sum may wait for a lost one,
+        What the default stream holds is waited for for a while only: a sum may wait there for a lost rank,
         and the memory is then left to the end of the process. Graphs that hold sums are not to be replayed.
         """
         self._one_shot = self._two_shot = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -190,3 +191,31 @@ def test_a_message_that_nobody_takes_is_an_error(
                 FollowerLoop(model, one_sequence(model, 8, PAGE), group).run()
 
     in_ranks(2, work)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_stop_sharing_memory_at_the_normal_end_alone(
+    fails: bool, small: GptOssConfig, in_ranks: Ranks, one_sequence: Any, build: Build
+) -> None:
+    """Both while the others still answer; after a loss a kernel may wait in that memory for ever."""
+    stopped: list[int] = []
+
+    def work(group: RankGroup) -> None:
+        model = build(small, group)
+        model.stop_sharing = lambda: stopped.append(group.rank)  # type: ignore[assignment]
+        kv = one_sequence(model, 32, PAGE)
+        if group.rank > 0:
+            expected = pytest.raises(RankLostError) if fails else nullcontext()
+            with expected:
+                FollowerLoop(model, kv, group).run()
+            return
+        leader = LeaderModel(model, group)
+        leader.start()
+        if fails:
+            model.forward = None  # type: ignore[assignment]
+            with pytest.raises(TypeError):
+                leader.forward(kv.batch(prompt(small, 8), 0), kv)
+        leader.close()
+
+    in_ranks(2, work)
+    assert sorted(stopped) == ([] if fails else [0, 1])
