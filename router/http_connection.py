@@ -21,7 +21,7 @@ from antiphon.router.openai.errors import ApiError, head_too_large, head_too_slo
 log = structlog.get_logger("antiphon.router.http")
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a URL and headers together."""
+"""Of a URL and headers together, of trailers, and of whatever else frames a body without being part of it."""
 LINGER_S = 2.0
 """A refused client gets so long to stop sending and read why."""
 _STATE_KEY = "antiphon.connection"
@@ -59,7 +59,10 @@ class AbortableProtocol(HttpToolsProtocol):
 
     _part = _Part.HEAD_BEGIN
     _timer: asyncio.TimerHandle | None = None
+    _body_came = False
+    """Whether the data that is being parsed has some of a body."""
     _head_bytes = 0
+    """Of a head that comes, or since the last byte of a body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected."""
@@ -78,10 +81,12 @@ class AbortableProtocol(HttpToolsProtocol):
             return
         if self._part is _Part.HEAD_BEGIN and self._timer is None:
             self._await_head()
-        rest_of_head = self._part is _Part.HEAD_REST
+        before, self._body_came = self._part, False
         super().data_received(data)
-        if rest_of_head and self._part is _Part.HEAD_REST:
-            # The parser keeps a value to itself until it ends.
+        if before is self._part and (
+            before is _Part.HEAD_REST or (before is _Part.BODY and not self._body_came)
+        ):
+            # The parser keeps a value, of trailers too, to itself until it ends.
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(head_too_large(MAX_HEAD_BYTES))
@@ -98,15 +103,22 @@ class AbortableProtocol(HttpToolsProtocol):
         self._head_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if self._head_bytes > MAX_HEAD_BYTES:
             raise _HeadTooLarge
-        self._part = _Part.BODY
+        super().on_headers_complete()  # which refuses a target that is no URL
+        self._part, self._head_bytes = _Part.BODY, 0
         self._stop_timer()
-        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """More of a body."""
+        self._body_came, self._head_bytes = True, 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """A whole request is there."""
         self._part = _Part.HEAD_BEGIN
         self._stop_timer()
         super().on_message_complete()
+        if self.cycle.response_complete:
+            self._await_head()  # its answer was the last time that uvicorn set a time for the next request
 
     def on_response_complete(self) -> None:
         """A request has been answered."""
@@ -151,7 +163,8 @@ class AbortableProtocol(HttpToolsProtocol):
         self._stop_timer()
         if self.transport.is_closing():
             return
-        its_own_body = self._part is _Part.BODY and not self.cycle.response_started
+        # What has been parsed is not yet what is answered, where requests are pipelined.
+        its_own_body = self._part is _Part.BODY and not self.cycle.response_started and not self.pipeline
         self._part = _Part.IGNORED
         if self._answering and not its_own_body:
             self.transport.close()

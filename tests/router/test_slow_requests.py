@@ -174,3 +174,41 @@ async def test_a_head_that_never_ends_is_431(deploy, piece):
         sending = asyncio.create_task(trickle(writer, pieces, 0))
         assert error_of(await reader.read()) == (431, "head_too_large")
         sending.cancel()
+
+
+async def test_an_answered_body_that_ends_late_does_not_hold_its_connection(deploy):
+    deployment = await deploy(head_timeout_s=0.3, body_timeout_s=0.3)
+    async with connection(deployment) as (reader, writer):
+        writer.write(post("/nowhere", 2))
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"{}")
+        await reader.read()  # until the server closes
+
+
+async def test_a_request_behind_a_stream_that_is_no_http_is_not_answered_in_it(deploy):
+    workers = ScriptedGateway(lambda _: byte_answer((CONTENT, "x" * 80)))
+    workers.step_s = 0.01
+    deployment = await deploy(workers)
+    body = CHAT[:-1] + b', "stream": true}'
+    chunked = post().replace(b"content-length: %d" % len(CHAT), b"transfer-encoding: chunked")
+    async with connection(deployment) as (reader, writer):
+        writer.write(post(length=len(body)) + body)
+        await reader.readuntil(b'"content":"x"')
+        writer.write(chunked + b"no size\r\n")
+        assert b"HTTP/1.1" not in await reader.read()
+
+
+async def test_a_target_that_is_no_url_is_400(deploy):
+    deployment = await deploy()
+    async with connection(deployment) as (reader, writer):
+        writer.write(b"OPTIONS http:// HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert error_of(await reader.read()) == (400, "invalid_http")
+
+
+@pytest.mark.parametrize("trailer", [b"x-a: 1\r\n" * 100, b"a" * 1000], ids=["many", "long"])
+async def test_trailers_are_bounded_as_heads_are(deploy, trailer):
+    deployment = await deploy()
+    chunked = post().replace(b"content-length: %d" % len(CHAT), b"transfer-encoding: chunked")
+    async with connection(deployment) as (reader, writer):
+        parts = [chunked + b"1\r\n{\r\n0\r\nx-b: ", *[trailer] * 1000]
+        assert error_of(await refused(reader, writer, parts)) == (431, "head_too_large")
