@@ -18,6 +18,7 @@ from antiphon.benchmarks.engine_decode import WARMUP_STEPS
 from antiphon.benchmarks.engine_model import PAGE, Bench, BenchmarkError
 from antiphon.benchmarks.records import Layout
 from antiphon.benchmarks.sweep.points import Point
+from antiphon.benchmarks.sweep.replicas import VISIBLE
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.settings import EngineSettings
@@ -186,7 +187,7 @@ def wait_for_plan(pipe: Connection, visible: str | None) -> None:
         visible: GPUs that it shall see, as of ``CUDA_VISIBLE_DEVICES``.
     """
     if visible is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        os.environ[VISIBLE] = visible
     try:
         plan, rank, port = pipe.recv()
     except EOFError:

@@ -22,7 +22,7 @@ from antiphon.protocol.errors import AntiphonError
 END_TIMEOUT_S = 60.0
 AT_ONCE = "at_once"
 """Key of a record that was taken while the rest of the layout it names measured the same point."""
-VISIBLE = "CUDAVISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 PRELOADED = ["antiphon.benchmarks.sweep.loaded", "antiphon.benchmarks.sweep.ranks"]
 ROLES = 2
 """Times that the ranks of a replica may be started."""
