@@ -3,10 +3,9 @@
 // The list travels as a kernel parameter, so nothing is copied to the device before. A launch moves tens of megabytes
 // once, at the speed of memory; its blocks are small, so that it yields SMs to whatever runs beside it.
 
-#include <cuda_runtime.h>
+#include "moe/csrc/hopper.cuh"
 
-#include <cstdint>
-
+namespace antiphon {
 namespace {
 
 constexpr int kPages = 896;            // of one launch: parameters are 4 KiB at most
@@ -40,24 +39,28 @@ __global__ void __launch_bounds__(kThreads) page_copy(const __grid_constant__ Co
 }
 
 }  // namespace
+}  // namespace antiphon
 
-// list: `count` pages, in host memory, read before this returns. gather: pages -> staged; otherwise the other way.
+// list: `count` of `total` pages, in host memory, read before this returns. gather: pages -> staged; otherwise the
+// other way. Nothing is copied when a page of the list does not exist: others' memory lies there.
 extern "C" int antiphon_page_copy(void* pages, void* staged, int64_t page_stride, int64_t run_stride, int runs,
-                                  int64_t run_bytes, const int32_t* list, int count, int gather, void* stream) {
-  if (runs < 1 || run_bytes < 16 || run_bytes % 16 || page_stride % 16 || run_stride % 16) return cudaErrorInvalidValue;
+                                  int64_t run_bytes, int total, const int32_t* list, int count, int gather,
+                                  void* stream) {
+  using namespace antiphon;
+  if (runs < 1 || runs > 65535 / kPages || run_bytes < 16) return cudaErrorInvalidValue;
+  if (run_bytes % 16 || page_stride % 16 || run_stride % 16) return cudaErrorInvalidValue;
+  for (int i = 0; i < count; ++i)
+    if (list[i] < 0 || list[i] >= total) return cudaErrorInvalidValue;
   Copy c = {static_cast<uint8_t*>(pages), static_cast<uint4*>(staged), page_stride, run_stride, runs,
             static_cast<int>(run_bytes / 16), {}};
   for (int first = 0; first < count; first += kPages) {
     const int some = count - first < kPages ? count - first : kPages;
     for (int i = 0; i < some; ++i) c.list[i] = list[first + i];
     const dim3 grid((c.run_words + kBlockWords - 1) / kBlockWords, some * runs);
-    if (grid.y > 65535) return cudaErrorInvalidValue;
-    if (gather) {
-      page_copy<true><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(c);
-    } else {
-      page_copy<false><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(c);
-    }
+    const auto status = launch(gather ? page_copy<true> : page_copy<false>, grid, dim3(kThreads), 0,
+                               static_cast<cudaStream_t>(stream), false, c);
+    if (status != cudaSuccess) return status;
     c.staged += static_cast<int64_t>(some) * runs * c.run_words;
   }
-  return cudaGetLastError();
+  return cudaSuccess;
 }

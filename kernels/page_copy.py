@@ -14,7 +14,10 @@ from torch import Tensor
 
 from antiphon.kernels.cuda_library import CudaLibrary, check_launch
 
-LIBRARY = CudaLibrary("page_copy", (Path(__file__).with_name("page_copy.cu"),))
+_HERE = Path(__file__).parent
+LIBRARY = CudaLibrary(
+    "page_copy", (_HERE / "page_copy.cu",), headers=(_HERE / "moe" / "csrc" / "hopper.cuh",)
+)
 WORD_BYTES = 16
 
 
@@ -22,7 +25,8 @@ WORD_BYTES = 16
 def _launcher() -> Any:
     function = LIBRARY.load().antiphon_page_copy
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    function.argtypes = [pointer, pointer, size, size, number, size, pointer, number, number, pointer]
+    layout = (size, size, number, size, number)
+    function.argtypes = [pointer, pointer, *layout, pointer, number, number, pointer]
     return function
 
 
@@ -46,7 +50,7 @@ def copy_pages(chosen: Tensor, pages: Sequence[int], staged: Tensor, stream: int
 
     Raises:
         ValueError: another shape, or bytes that are no multiple of 16.
-        RuntimeError: CUDA refused the launch.
+        RuntimeError: one of the pages does not exist, or CUDA refused the launch.
     """
     _, layers, heads, head_bytes = chosen.shape
     run_bytes, runs = heads * head_bytes, layers
@@ -61,7 +65,7 @@ def copy_pages(chosen: Tensor, pages: Sequence[int], staged: Tensor, stream: int
     listed = array("i", pages)
     status = _launcher()(
         *(chosen.data_ptr(), staged.data_ptr(), *strides, runs, run_bytes),
-        *(listed.buffer_info()[0], len(listed), int(gather), stream),
+        *(chosen.shape[0], listed.buffer_info()[0], len(listed), int(gather), stream),
     )
     check_launch(status, "page_copy")
 
