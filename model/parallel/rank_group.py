@@ -185,8 +185,12 @@ class RankGroup:
             self.control.set_timeout(self.timeout_s)
 
     def close(self) -> None:
-        """Leave: the others' operations fail from now on, and so do this one's. May be called twice."""
-        for end in (self.communicator, self.control):
+        """Leave: the others' operations fail from now on, and so do this one's. May be called twice.
+
+        Control comes first: ending it waits for nothing, while on a GPU kernels may hold up the end, and the
+        others, who wait for a command, would learn of it only then.
+        """
+        for end in (self.control, self.communicator):
             if isinstance(end, GroupCommunicator):
                 end.close()
 
@@ -251,14 +255,22 @@ class GroupCommunicator:
         self._lost = self._lost or "this rank has left"
         if self._collectives is None:
             return
-        # NCCL: ends kernels that wait for others; gloo closes when it is freed.
-        ending = threading.Thread(target=self._collectives.abort, name="rank-abort", daemon=True)
-        self._collectives = None
+        collectives, self._collectives = self._collectives, None
+        ending = threading.Thread(target=self._abort, args=(collectives,), name="rank-abort", daemon=True)
         ending.start()
         ending.join(timeout_s)
         if ending.is_alive():
             _log.warning(
                 "rank %d of %d: the connections did not end within %g s", self._rank, self._size, timeout_s
+            )
+
+    def _abort(self, collectives: _Collectives) -> None:
+        """NCCL: ends kernels that wait for others; gloo closes when it is freed."""
+        try:
+            collectives.abort()
+        except RuntimeError as error:  # there is no more to leave than what this process' end takes with it
+            _log.warning(
+                "rank %d of %d: the connections did not end: %s", self._rank, self._size, _reason(error)
             )
 
     def _live(self) -> _Collectives:

@@ -119,3 +119,31 @@ def test_leaving_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> Non
     with pytest.raises(RankLostError, match="this rank has left"):
         communicator.all_reduce(torch.ones(1))
     stuck.released.set()
+
+
+class Ending:
+    """Collectives whose abort does as it is told."""
+
+    def __init__(self, abort: Callable[[], object]) -> None:
+        self.abort = abort
+
+
+def test_others_learn_at_once_of_a_rank_that_leaves_with_a_kernel_running() -> None:
+    """They wait for its commands, and may be what the kernel waits for."""
+    control_ended, in_time = threading.Event(), threading.Event()
+
+    def kernel() -> None:
+        if control_ended.wait(2):  # less than a kernel is waited for
+            in_time.set()
+
+    ends = [GroupCommunicator(Ending(abort), 0, 2) for abort in (kernel, control_ended.set)]  # type: ignore[arg-type]
+    RankGroup(0, 2, *ends, 30.0, 30.0).close()
+    assert in_time.is_set()
+
+
+def test_an_end_that_fails_is_told_and_is_no_error_of_who_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("[Rank 1] unhandled cuda error. Run again with more words")
+
+    GroupCommunicator(Ending(fail), 1, 2).close()  # type: ignore[arg-type]  # nothing else is asked of it
+    assert "rank 1 of 2: the connections did not end: unhandled cuda error" in caplog.text
