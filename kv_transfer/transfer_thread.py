@@ -2,7 +2,8 @@
 
 How often it polls: every ``busy_poll_s`` while a write is under way or somebody expects one (``expecting``),
 else every ``idle_poll_s``; and for a moment after anything has happened every ``HOT_POLL_S``, since the next
-hand of the same transfer is due then. Sleeping between polls leaves the cores to the model on a small machine.
+hand of the same transfer is due then. Sleeping between polls leaves the cores to the model on a small
+machine.
 """
 
 from __future__ import annotations
@@ -221,8 +222,8 @@ class TransferThread:
         self._wake.set()
 
     def _main(self) -> None:
-        _fine_timers()
         try:
+            _fine_timers()
             transport = self._open_transport()
             try:
                 while not self._stopping:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from antiphon.kv_transfer import transfer_thread
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
 from antiphon.kv_transfer.transfer_thread import Fate, TransferThread, WriteOutcome
 from antiphon.kv_transfer.transport import Transport
@@ -170,3 +171,22 @@ def test_a_transport_that_cannot_be_opened_is_reported() -> None:
         future.result(5)
     assert thread.stop()
     assert [str(failure) for failure in failures] == ["handshake: no such device"]
+
+
+def test_what_fails_before_the_transport_is_opened_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[BaseException] = []
+
+    def refuse() -> None:
+        raise OSError("no such library")
+
+    def never() -> Transport:
+        raise AssertionError("the thread had failed before")
+
+    monkeypatch.setattr(transfer_thread, "_fine_timers", refuse)
+    thread = TransferThread(never, lambda sender, payload: None, failures.append, write_timeout_s=1)
+    future = thread.run(lambda transport: transport.metadata())
+    thread.start()
+    with pytest.raises(TransferError, match="no such library"):
+        future.result(5)
+    assert thread.stop()
+    assert [str(failure) for failure in failures] == ["no such library"]
