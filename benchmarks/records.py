@@ -273,17 +273,20 @@ def write_json(path: Path, document: object) -> None:
 
 
 def checkout_commit() -> str:
-    """Commit of this checkout, with ``+changes`` when files differ from it.
+    """What ``ANTIPHON_COMMIT`` says; else the commit of this checkout, with ``+changes`` when files differ.
 
-    Outside a checkout, as on a machine that only the files were copied to: what ``ANTIPHON_COMMIT`` says,
-    else ``unknown``.
+    The variable is for a machine that only the files were copied to, whose git folder, where it has one, may
+    be another commit's. Neither: ``unknown``.
     """
+    said = os.environ.get("ANTIPHON_COMMIT")
+    if said:
+        return said
     folder = Path(__file__).resolve().parent
     try:
         head = _git(folder, ["rev-parse", "HEAD"])
         dirty = _git(folder, ["status", "--porcelain", "--untracked-files=no"])
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("ANTIPHON_COMMIT") or "unknown"
+        return "unknown"
     return head + ("+changes" if dirty else "")
 
 

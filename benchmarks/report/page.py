@@ -15,7 +15,7 @@ from antiphon.benchmarks.plan.cost_model import CostModel, build
 from antiphon.benchmarks.plan.hardware import H200
 from antiphon.benchmarks.plan.planner import LAYOUTS
 from antiphon.benchmarks.records import BENCH_DECODE, RESULTS, Record, RecordError, load_results
-from antiphon.benchmarks.report import beside, markdown, split
+from antiphon.benchmarks.report import beside, hand_off, markdown, split
 from antiphon.benchmarks.svg import Axis, Chart, Series
 from antiphon.benchmarks.sweep.points import CONTEXTS, MODELS, grid
 from antiphon.benchmarks.sweep.prices import Figure, by_layout, figure
@@ -60,6 +60,7 @@ def render(results: Path = RESULTS, gpu_hour_price: float = PRICE) -> dict[str, 
     sections += [beside.peer_section(models, measured, load_pairs(results)), ""]
     if replicas := beside.replica_section(models, measured):
         sections += [replicas, ""]
+    sections += [hand_off.section(measured), ""]
     sections += [split.section(results, files), "", _load_section(results)]
     files["benchmarks.md"] = "\n".join(sections).rstrip() + "\n"
     return files

@@ -124,3 +124,33 @@ def test_the_split_is_compared_where_gpus_were_measured(tmp_path: Path) -> None:
     assert "at 50 ms **the split loses**, serving 0.50 times" in page
     assert "complained in some of these runs: it was late." in page
     assert "plots/split-gpt-oss-20b-chat.svg" in files
+
+
+def test_hand_offs_waits_and_sums_stand_in_one_section(tmp_path: Path) -> None:
+    stamp = "gpt-oss-20b", "TP1", H200.name, "c", "2026-01-01"
+    moved = {"bytes": 206e6, "limit": 380.0, "descriptors": 4, "tail_ms": 0.5, "hidden_share": 0.9}
+    split = {"shape": "prefill TP1 + decode TP1"}
+    gaps = {"itl_p50_ms": 5.0, "itl_max_ms": 9.0, "tokens_per_s": 5000.0}
+    append_records(
+        tmp_path / "two.json",
+        [
+            Record("transfer", *stamp, 150.0, "GB/s", input_tokens=8192, floor=300.0, extra={**moved}),
+            Record("transfer", *stamp, 23.0, "GB/s", input_tokens=8192, peer="other 1.0"),
+            Record("ttft", *stamp, 85.0, "ms", input_tokens=8192, extra={**split}),
+            Record("interference", *stamp, 6.0, "ms", input_tokens=8192, extra={**split, **gaps}),
+            replace(OURS, bench="all_reduce", layout="TP2", kernel="one launch", value=6.5, batch=1),
+            replace(OURS, bench="all_reduce", layout="TP2", kernel="library", value=11.5, batch=1),
+        ],
+    )
+    page = render(tmp_path)["benchmarks.md"]
+    assert "| antiphon | gpt-oss-20b | 8k | 206 | 150 | 300 (50%) | 380 | 4 | 0.5 | 90% |" in page
+    assert "| other 1.0 | gpt-oss-20b | 8k | – | 23 | – | – | – | – | – |" in page
+    row = "| antiphon | gpt-oss-20b | prefill TP1 + decode TP1 | – | 85 | – | 5 | 6 | 1.20 | 9 | – | 5,000 |"
+    assert row in page
+    assert "| TP2 | 1 | 6.5 | 11.5 |" in page
+
+
+def test_figures_of_a_cpu_are_no_hand_offs(tmp_path: Path) -> None:
+    record = Record("transfer", "tiny", "TP1", "CPU", "c", "2026-01-01", 2.0, "GB/s", input_tokens=512)
+    append_records(tmp_path / "cpu.json", [record])
+    assert "Not measured on GPUs yet." in render(tmp_path)["benchmarks.md"].split("## KV from prefill")[1]

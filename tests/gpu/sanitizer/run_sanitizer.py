@@ -154,8 +154,8 @@ def run_cases(names: Sequence[str], machine: Any, synchronize: Callable[[], None
 
 @contextmanager
 def small_device() -> Iterator[None]:
-    """Within, every device has BLOCKS multiprocessors."""
-    properties = SimpleNamespace(multi_processor_count=BLOCKS)
+    """Within, every device is an H200 with BLOCKS multiprocessors."""
+    properties = SimpleNamespace(multi_processor_count=BLOCKS, major=9, minor=0)
     with mock.patch("torch.cuda.get_device_properties", return_value=properties):
         yield
 
@@ -166,6 +166,7 @@ def run_inside(names: Sequence[str]) -> int:
     from sanitizer_cases import Machine
 
     torch.manual_seed(0)
+    torch.cuda.init()  # which asks for the device's properties itself
     with small_device():
         good = run_cases(names, Machine(torch.device("cuda")), torch.cuda.synchronize)
     return CLEAN if good else FOUND
