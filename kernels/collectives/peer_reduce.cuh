@@ -2,6 +2,9 @@
 //
 // A row belongs to one block on every rank. Ranks tell one another how far they are by words that only grow: one that
 // holds the number of a launch says that its writer has come that far in that launch.
+//
+// A launch may have more rows than a device holds blocks. Blocks begin in the order of their rows, so the first row
+// that is not over has a block on every rank, which waits for nothing but its like: there is always one that goes on.
 #pragma once
 
 #include <cuda_bf16.h>
