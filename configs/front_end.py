@@ -72,7 +72,8 @@ class RouterConfig(Section):
     connection's start; beyond it 408 and the connection is closed."""
     body_timeout_s: float = pydantic.Field(60.0, gt=0)
     """A request body must have come after this long and what its bytes take at ``body_min_bytes_per_s``, and
-    never stop for this long; beyond it 408 and the connection is closed."""
+    never stop for this long; beyond it 408 and the connection is closed. A client that reads nothing of a
+    whole answer for this long is dropped."""
     body_min_bytes_per_s: int = pydantic.Field(16 * 1024, ge=1)
     """The slowest that a request body may come."""
     encoding_processes: int = pydantic.Field(2, ge=0)

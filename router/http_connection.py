@@ -48,17 +48,19 @@ class AbortableProtocol(HttpToolsProtocol):
     does not read turns into for ever.
 
     uvicorn waits for ever for a head, or for the rest of a body that nobody reads. Here one timer runs while
-    either comes; the bodies of requests are bounded by who reads them (``request_body.py``), and answers by
-    the bound on slow readers.
+    either comes; the bodies of requests are bounded by who reads them (``request_body.py``), streams by the
+    bound on slow readers. Another timer watches whether what is left of a whole answer is read.
     """
 
     head_timeout_s: float
     """From the first byte of a head, or the connection's start, to its end."""
     body_timeout_s: float
-    """How long the rest of a body may still come once its request has been answered."""
+    """How long the rest of a body may still come once its request has been answered, and how long nothing of
+    the answer may be read."""
 
     _part = _Part.HEAD_BEGIN
     _timer: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
     _body_came = False
     """Whether the data that is being parsed has some of a body."""
     _head_bytes = 0
@@ -73,6 +75,8 @@ class AbortableProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         self._stop_timer()
+        if self._unread is not None:
+            self._unread.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -123,6 +127,8 @@ class AbortableProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """A request has been answered."""
         super().on_response_complete()
+        if self._unread is None:
+            self._watch_reading(None)
         if self.transport.is_closing():
             return
         if self._part is _Part.BODY and self.cycle.response_complete:
@@ -139,6 +145,21 @@ class AbortableProtocol(HttpToolsProtocol):
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _watch_reading(self, before: int | None) -> None:
+        """Drop the client if of ``before`` bytes, which waited for it a while ago, all still do.
+
+        Closing waits for them, so that without this they and the connection would stay for ever.
+        """
+        self._unread = None
+        waiting = self.transport.get_write_buffer_size()
+        if not waiting or (self._answering and self.cycle.response_started):
+            return  # a stream has a bound of its own, and its end comes here again
+        if before is not None and waiting >= before:
+            log.info("connection_dropped", unread_bytes=waiting)
+            self.transport.abort()
+            return
+        self._unread = self.loop.call_later(self.body_timeout_s, self._watch_reading, waiting)
 
     def _await_head(self) -> None:
         self._stop_timer()

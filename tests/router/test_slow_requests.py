@@ -13,7 +13,9 @@ import pytest
 
 from antiphon.router.byte_format import CONTENT, byte_answer
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+from antiphon.router.served_model import ServedModel
 
+ROOMY = ServedModel(name="tiny", max_context_tokens=10_000_000, created=1, fingerprint="fp")
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}).encode()
 GET = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -212,3 +214,33 @@ async def test_trailers_are_bounded_as_heads_are(deploy, trailer):
     async with connection(deployment) as (reader, writer):
         parts = [chunked + b"1\r\n{\r\n0\r\nx-b: ", *[trailer] * 1000]
         assert error_of(await refused(reader, writer, parts)) == (431, "head_too_large")
+
+
+@pytest.mark.parametrize("pipelined", [0, 1])
+async def test_an_answer_that_nobody_reads_does_not_hold_its_connection(deploy, until, pipelined):
+    deployment = await deploy(model=ROOMY, body_timeout_s=0.3)
+    body = json.dumps({"prompt": "x" * 6_000_000}).encode()
+    async with connection(deployment) as (_, writer):
+        connections = deployment.server._server.server_state.connections
+        before = len(connections)
+        writer.transport.pause_reading()
+        writer.write(post("/tokenize", len(body)) + body + GET * pipelined)
+        await until(lambda: len(connections) == before, seconds=15)
+    assert (await deployment.chat()).status_code == 200
+
+
+async def test_an_answer_that_is_read_slowly_is_read_to_its_end(deploy):
+    deployment = await deploy(model=ROOMY, body_timeout_s=0.4)
+    body = json.dumps({"prompt": "x" * 3_000_000}).encode()
+    url = httpx.URL(deployment.server.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
+    began, size = time.monotonic(), 0
+    async with asyncio.timeout(20):
+        writer.write(post("/tokenize", len(body)) + body)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+        while size < int(length.split(b":")[1]):
+            size += len(await reader.read(600_000))
+            await asyncio.sleep(0.05)
+    assert time.monotonic() - began > 0.8
+    writer.close()
