@@ -88,9 +88,9 @@ class EncodingPool:
         return cast(Result, result)
 
     def warm(self) -> None:
-        """Start a process before it is needed."""
+        """Start a process, and let it load all that it will use, before it is needed."""
         if self._processes:
-            self._threads.submit(self._process)
+            self._threads.submit(self._call, (_encode_a_word, ()))
 
     def close(self) -> None:
         """End the processes and what they work on; blocks until they are gone."""
@@ -130,6 +130,10 @@ class EncodingPool:
                 process = self._own.process = _EncodingProcess(self._pickled_formatter)
                 self._running.add(process)
         return process
+
+
+def _encode_a_word(formatter: ChatFormatter) -> None:
+    formatter.encode("word")
 
 
 class _EncodingProcess:

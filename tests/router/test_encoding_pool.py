@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -52,6 +53,18 @@ class Deadly(ByteFormatter):
 
     def __reduce__(self):
         return os._exit, (3,)
+
+
+class Loaded(ByteFormatter):
+    """Leaves a file where it has been used in another process."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self._file = file
+
+    def encode(self, text: str) -> list[int]:
+        Path(self._file).touch()
+        return super().encode(text)
 
 
 def children() -> set[int]:
@@ -145,6 +158,14 @@ async def test_processes_start_when_needed_and_end_with_the_router(deploy):
         assert len(children() - before) == 1
     await deployment.server.stop(drain=False)
     assert children() == before
+
+
+async def test_a_process_that_was_warmed_has_the_formatter_already(tmp_path, until):
+    loaded = tmp_path / "loaded"
+    with pool_of(Loaded(str(loaded))) as pool:
+        pool.warm()
+        await until(loaded.exists, seconds=20)
+        assert await pool.run(LONG, Loaded.encode, "one") == list(b"one")
 
 
 async def test_a_process_that_died_is_replaced(deploy):
