@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,22 @@ from antiphon.kv_transfer.transfer_thread import Fate, TransferThread, WriteOutc
 from antiphon.kv_transfer.transport import Transport
 from antiphon.protocol.errors import TransferError
 
+BUSY_POLL_S = 0.05
+
+
+class Counted:
+    """A transport that counts how often it is polled."""
+
+    def __init__(self, transport: Transport, polls: Counter[str], name: str) -> None:
+        self._transport, self._polls, self._name = transport, polls, name
+
+    def notifications(self) -> Any:
+        self._polls[self._name] += 1
+        return self._transport.notifications()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
 
 class Ends:
     """A sending thread and a receiving thread over one network."""
@@ -24,6 +41,7 @@ class Ends:
         self.source, self.target = buffer_type(256, fill=9), buffer_type(256)
         self.heard: list[tuple[str, bytes]] = []
         self.failures: list[BaseException] = []
+        self.polls: Counter[str] = Counter()
         self.outcomes: list[WriteOutcome] = []
         self.sender = self._thread("sender", self.source)
         self.receiver = self._thread("receiver", self.target)
@@ -33,15 +51,16 @@ class Ends:
 
     def _thread(self, name: str, buffer: Any) -> TransferThread:
         def open_transport() -> Transport:
-            transport = self.network.transport(name)
+            transport = Counted(self.network.transport(name), self.polls, name)
             transport.register([buffer.memory])
-            return transport
+            return transport  # type: ignore[no-any-return]
 
         thread = TransferThread(
             open_transport,
             lambda sender, payload: self.heard.append((sender, payload)),
             self.failures.append,
             write_timeout_s=0.2,
+            busy_poll_s=BUSY_POLL_S,
         )
         thread.start()
         return thread
@@ -127,6 +146,30 @@ def test_of_a_write_that_failed_nobody_knows_what_arrived(ends: Ends) -> None:
     error = ends.outcomes[0].error
     assert error is not None
     assert (error.stage, ends.outcomes[0].fate) == ("connection", Fate.UNKNOWN)
+
+
+def test_the_next_hand_of_a_transfer_is_taken_without_a_pause(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_thread, "HOT_S", 30.0)
+    polled, done = iter(range(1000)), threading.Event()
+
+    def next_hand(outcome: WriteOutcome) -> None:
+        ends.sender.when(lambda: next(polled) == 200, done.set, lambda error: None)
+
+    ends.sender.write(ends.peer, ends.copies, b"", next_hand)
+    assert done.wait(200 * BUSY_POLL_S / 2)
+
+
+def test_a_write_that_takes_long_is_polled_now_and_then(ends: Ends) -> None:
+    ends.network.inject(Fault.HOLD)
+    ends.write(b"held")
+    until(lambda: ends.network.held == 1)
+    before, begin = ends.polls["sender"], time.monotonic()
+    time.sleep(20 * BUSY_POLL_S)
+    polls, pauses = ends.polls["sender"] - before, (time.monotonic() - begin) / BUSY_POLL_S
+    assert 1 <= polls <= pauses + 2 + transfer_thread.HOT_S / transfer_thread.HOT_POLL_S
+    ends.network.release_held()
 
 
 def test_a_peer_is_disconnected_only_after_its_last_write(ends: Ends) -> None:
