@@ -186,10 +186,10 @@ def test_a_dead_process_that_nobody_waited_for_does_not_live(child: subprocess.P
 
 def test_a_process_ends_when_nobody_asks_for_it_any_more() -> None:
     ends: list[float] = []
-    lifeline = Lifeline(0.3, lambda: ends.append(time.monotonic()))
-    time.sleep(0.4)
+    lifeline = Lifeline(1.0, lambda: ends.append(time.monotonic()))
+    time.sleep(1.1)
     assert not ends, "nobody has begun to ask"
-    for _ in range(4):
+    for _ in range(8):
         asked_at = time.monotonic()
         lifeline.asked()
         time.sleep(0.15)
@@ -198,7 +198,7 @@ def test_a_process_ends_when_nobody_asks_for_it_any_more() -> None:
     while not ends:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert ends[0] - asked_at >= 0.29
+    assert ends[0] - asked_at >= 0.99
 
 
 HOLDS_THE_INTERPRETER = """
