@@ -107,11 +107,13 @@ def run_command(
             measured is kept and printed.
     """
     wanted = [each for each in arrangements_of(config, chunks, servers, peer) if _asked_for(each, only)]
+    if first_rate_per_s is None:  # any that is allowed, where ladders begin elsewhere
+        least_s = duration_s - warmup_s
+        begin_per_s = FEWEST_REQUESTS / least_s if least_s > 0 else 1.0
+    else:
+        begin_per_s = first_rate_per_s
     ladder = Ladder(
-        # Any that is allowed, where ladders begin elsewhere.
-        max(1e-9, FEWEST_REQUESTS / (duration_s - warmup_s))
-        if first_rate_per_s is None
-        else first_rate_per_s,
+        begin_per_s,
         step,
         highest_rate_per_s,
         duration_s,

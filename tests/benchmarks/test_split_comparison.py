@@ -15,6 +15,7 @@ from antiphon.benchmarks.plan.cost_model import build
 from antiphon.benchmarks.records import Layout, RecordError
 from antiphon.benchmarks.serve.arrivals import WorkloadError
 from antiphon.benchmarks.split.arrangements import Arrangement, colocated_of, split_of
+from antiphon.benchmarks.split.command import Limits, run_command
 from antiphon.benchmarks.split.expected import capacity_per_s, in_service, poisson_mean
 from antiphon.benchmarks.split.ladder import Ladder, RateSearch
 from antiphon.benchmarks.split.loads import ExpectedLoads, FixedLoads, Seconds, load_seconds
@@ -398,3 +399,18 @@ async def test_arrangements_share_the_time_and_mixes_take_turns(script: Any, tmp
             limit_s=9.0,
         )
     assert turns == ["y"]  # what the first left unused is the others'
+
+
+def test_a_warm_up_of_the_whole_duration_is_refused(tmp_path: Path) -> None:
+    limits = Limits(2000.0, (20.0,), 0.9)
+    with pytest.raises(AntiphonError, match="warm-up ends within"):
+        run_command(
+            deployment(),
+            [],
+            limits,
+            chunks=[],
+            first_rate_per_s=None,
+            duration_s=10.0,
+            warmup_s=10.0,
+            output=tmp_path / "split.json",
+        )
