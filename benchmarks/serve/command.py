@@ -180,7 +180,7 @@ async def measure(options: Options, progress: Progress | None = None) -> tuple[R
         timeout_s=options.request_timeout_s,
     )
     target = replace(target, extra=options.extra)
-    limits = Limits(options.max_in_flight, options.warmup_s, options.drain_s)
+    limits = Limits(options.max_in_flight, options.warmup_s, options.drain_s, _length_s(options))
     tick = _Ticker(progress, sum(len(session.turns) for session in sessions))
     before = await read_stages(target.base_url)
     if options.users is None:
@@ -189,6 +189,12 @@ async def measure(options: Options, progress: Progress | None = None) -> tuple[R
         run = await run_closed_loop(target, sessions, options.users, limits, tick)
     stages = (await read_stages(target.base_url)).mean_since(before)
     return run, report(run, options.asked(target), slos, stages)
+
+
+def _length_s(options: Options) -> float:
+    """Of an open loop that its duration ends, and nothing else; 0 of others."""
+    other_end = options.users is not None or options.requests is not None or options.trace is not None
+    return 0.0 if other_end else options.duration_s or 0.0
 
 
 def run_command(options: Options) -> None:

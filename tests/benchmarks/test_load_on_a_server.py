@@ -226,6 +226,25 @@ async def test_a_trace_is_sent_as_it_was(script: Script, tmp_path: Path) -> None
     assert [line["intended_s"] for line in document["per_request"]] == pytest.approx([0, 0.05, 0.1, 0.15])
 
 
+async def test_rates_are_of_the_whole_duration(script: Script) -> None:
+    server = await script(first_s=0.0, gap_s=0.0)
+    load = options(
+        server.url,
+        rate_per_s=10.0,
+        arrivals="poisson",
+        exact_counts=True,
+        requests=None,
+        duration_s=0.5,
+        warmup_s=0.1,
+    )
+    run, document = await measure(load)
+    assert run.observations[-1].intended_s < run.began_s + 0.5
+    assert document["window_s"] == pytest.approx(0.4)
+    assert document["rates"]["offered_requests_per_s"] == pytest.approx(10.0)
+    _, document = await measure(options(server.url))
+    assert document["window_s"] == pytest.approx(12 / 40), "as many as were asked for: to the last of them"
+
+
 async def test_a_host_name_is_looked_up_once(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     server = await script(first_s=0.0, gap_s=0.0)
     loop = asyncio.get_running_loop()
