@@ -62,6 +62,12 @@ class HostBatch:
     tables: tuple[np.ndarray, np.ndarray]
     slots: tuple[np.ndarray, np.ndarray]
 
+    @property
+    def decodes(self) -> int:
+        """How many sequences at the front have one token; a step's plan puts those there."""
+        counts = np.diff(self.query_start)
+        return int(np.argmax(counts > 1)) if (counts > 1).any() else len(counts)
+
     def to(self, device: torch.device) -> ForwardBatch:
         """Issue its copy to the device, which does not wait for work under way there."""
 
@@ -72,8 +78,10 @@ class HostBatch:
             return source.to(device, non_blocking=True)
 
         starts, lengths = send(self.query_start), send(self.lengths)
+        decodes = self.decodes
+        chunk_start = send(self.query_start[decodes:] - np.int32(decodes)) if decodes else None
         full, sliding = (
-            PagedSequences(send(table), starts, lengths, send(slot))
+            PagedSequences(send(table), starts, lengths, send(slot), decodes, chunk_start)
             for table, slot in zip(self.tables, self.slots, strict=True)
         )
         return ForwardBatch(send(self.tokens), send(self.positions), full, sliding)

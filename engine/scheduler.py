@@ -150,6 +150,7 @@ class Scheduler:
             while self._queue and self._admit_head(plan):
                 pass
         if plan.work:
+            plan.work.sort(key=lambda work: work.count > 1)  # kernels of one query a sequence take the front
             self._number(plan)
         return plan
 

@@ -35,12 +35,31 @@ class PagedSequences:
         kv_len: [B] int32, keys of sequence b including those written in this step. Its queries are the last
             ``query_start[b + 1] - query_start[b]`` of them. 0 marks a padding row, whose query sees nothing.
         slot: [T] int64, physical slot (page * S + offset) where each token's key and value go.
+        decodes: so many sequences at the front are known, on the host, to have one query token each.
+        chunk_start: [B + 1 - decodes] int32, ``query_start`` of those behind them, counted from the first of
+            theirs; where there are sequences of both kinds.
     """
 
     block_table: Tensor
     query_start: Tensor
     kv_len: Tensor
     slot: Tensor
+    decodes: int = 0
+    chunk_start: Tensor | None = None
+
+    def parts(self) -> tuple[PagedSequences, PagedSequences] | None:
+        """Decoding sequences and those behind them, each as a step of its own; None unless there are both."""
+        count = self.decodes
+        if self.chunk_start is None or not 0 < count < self.kv_len.shape[0]:
+            return None
+        front = (
+            self.block_table[:count],
+            self.query_start[: count + 1],
+            self.kv_len[:count],
+            self.slot[:count],
+        )
+        behind = self.block_table[count:], self.chunk_start, self.kv_len[count:], self.slot[count:]
+        return PagedSequences(*front), PagedSequences(*behind)
 
 
 @dataclass(frozen=True, slots=True)

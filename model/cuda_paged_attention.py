@@ -74,20 +74,47 @@ class PagedAttention:
         """query [T, Q, D] -> [T, Q, D], of chunks in its place. ``window``: None is a full layer.
 
         Only full layers may hold FP8. Decode kernels read such pages as they are; for the far more products
-        of a chunk they are widened first.
+        of a chunk they are widened first. A step with sequences of both kinds takes both: a kernel of chunks
+        would spend a tile of rows on the one query of a sequence that decodes.
         """
+        if query.shape[0] == sequences.kv_len.shape[0]:
+            return self._decoding(query, kv_layer, sequences, sinks, window)
+        if (parts := sequences.parts()) is None:
+            return self._chunks(query, kv_layer, sequences, sinks, window)
+        front, behind = query[: sequences.decodes], query[sequences.decodes :]
+        front.copy_(self._decoding(front, kv_layer, parts[0], sinks, window))
+        self._chunks(behind, kv_layer, parts[1], sinks, window)
+        return query
+
+    def _chunks(
+        self,
+        query: Tensor,
+        kv_layer: KvLayer,
+        sequences: PagedSequences,
+        sinks: Tensor,
+        window: int | None,
+    ) -> Tensor:
+        if isinstance(kv_layer, Fp8Pages):
+            kv_layer = self._wide.widen(kv_layer, sequences, query.dtype)
+        # Every sequence has at least one query token.
+        longest = query.shape[0] - sequences.kv_len.shape[0] + 1
+        # The CUDA kernel is made for pages of 64 positions.
+        fast = self._hopper and kv_layer.shape[3] == prefill_hopper.PAGE
+        attend = hopper_prefill_attention if fast else prefill_attention
+        # Every program reads the queries that it answers, and nobody else's, before it writes: the output
+        # may take their place. So what stands at padding is finite.
         scale = self._head_dim**-0.5
-        tokens, sequence_count = query.shape[0], sequences.kv_len.shape[0]
-        if tokens != sequence_count:
-            if isinstance(kv_layer, Fp8Pages):
-                kv_layer = self._wide.widen(kv_layer, sequences, query.dtype)
-            longest = tokens - sequence_count + 1  # every sequence has at least one query token
-            # The CUDA kernel is made for pages of 64 positions.
-            fast = self._hopper and kv_layer.shape[3] == prefill_hopper.PAGE
-            attend = hopper_prefill_attention if fast else prefill_attention
-            # Every program reads the queries that it answers, and nobody else's, before it writes: the output
-            # may take their place. So what stands at padding is finite.
-            return attend(query, kv_layer, sequences, sinks, window, scale, longest, out=query)
+        return attend(query, kv_layer, sequences, sinks, window, scale, longest, out=query)
+
+    def _decoding(
+        self,
+        query: Tensor,
+        kv_layer: KvLayer,
+        sequences: PagedSequences,
+        sinks: Tensor,
+        window: int | None,
+    ) -> Tensor:
+        tokens, scale = query.shape[0], self._head_dim**-0.5
         out = torch.empty_like(query)
         if isinstance(kv_layer, Fp8Pages):
             return self._fp8_kernel(tokens, kv_layer.page_size).full(

@@ -19,8 +19,8 @@ Workers without Ray and HTTP. Between tokens: {streams} while a prompt of 8k tok
 """
 SUMS = """### Sum over ranks, residual and norm
 
-Microseconds in a CUDA graph, by rows of the hidden size: one launch over peer memory, the same in two shots, and
-the library's sum with a fused add and norm.
+Microseconds in a CUDA graph, by rows of the hidden size: one launch over peer memory, the same in two shots,
+and the library's sum with a fused add and norm.
 """
 STREAMS = "32 streams at 8,192 tokens of context"
 

@@ -19,18 +19,22 @@ class BatchSizes:
         tokens: T.
         sequences: B.
         full_pages, sliding_pages: columns P of the two block tables.
+        decodes: as of ``PagedSequences``.
     """
 
     tokens: int
     sequences: int
     full_pages: int
     sliding_pages: int
+    decodes: int = 0
 
     @staticmethod
     def of(batch: ForwardBatch) -> BatchSizes:
         """The sizes of a batch."""
         sequences, full_pages = batch.full.block_table.shape
-        return BatchSizes(batch.token_ids.shape[0], sequences, full_pages, batch.sliding.block_table.shape[1])
+        sliding_pages = batch.sliding.block_table.shape[1]
+        decodes = batch.full.decodes
+        return BatchSizes(batch.token_ids.shape[0], sequences, full_pages, sliding_pages, decodes)
 
     def fields(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor, 8-byte ones first so that each lies at a multiple of its size."""
@@ -73,9 +77,11 @@ def unpack(buffer: Tensor, sizes: BatchSizes) -> ForwardBatch:
         begin = end
     token_ids, positions, full_slot, sliding_slot, full_table, sliding_table = tensors[:6]
     full_start, full_len, sliding_start, sliding_len = tensors[6:]
+    decodes = sizes.decodes
+    chunk_start = full_start[decodes:] - decodes if decodes else None
     return ForwardBatch(
         token_ids,
         positions,
-        PagedSequences(full_table, full_start, full_len, full_slot),
-        PagedSequences(sliding_table, sliding_start, sliding_len, sliding_slot),
+        PagedSequences(full_table, full_start, full_len, full_slot, decodes, chunk_start),
+        PagedSequences(sliding_table, sliding_start, sliding_len, sliding_slot, decodes, chunk_start),
     )

@@ -29,7 +29,7 @@ from antiphon.model.parallel.communicator import Communicator
 from antiphon.model.parallel.layout import ParallelLayout
 from antiphon.protocol.errors import RankLostError
 
-_NUMBERS = 8
+_NUMBERS = 9
 
 
 class Command(IntEnum):

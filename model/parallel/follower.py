@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 
 import torch
@@ -130,7 +131,8 @@ class FollowerLoop:
 
     def _forward(self, numbers: list[int], cut: Callable[[], None] | None = None) -> None:
         """A step; ``cut`` is called between the layer groups of one that is being recorded."""
-        sizes, theirs = BatchSizes(*numbers[:4]), tuple(numbers[4 : 4 + len(KV_GEOMETRY)])
+        count = len(fields(BatchSizes))
+        sizes, theirs = BatchSizes(*numbers[:count]), tuple(numbers[count : count + len(KV_GEOMETRY)])
         if theirs != self._geometry:
             named = zip(KV_GEOMETRY, theirs, self._geometry, strict=True)
             differing = [f"{name}: rank 0 has {a}, this one {b}" for name, a, b in named if a != b]

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from functools import partial
 
 import torch
@@ -115,8 +116,7 @@ class LeaderModel:
         sizes = BatchSizes.of(batch)
         packed = pack(batch)
         with self._command(in_parts=after_layer is not None):
-            numbers = (sizes.tokens, sizes.sequences, sizes.full_pages, sizes.sliding_pages)
-            self._channel.send(Command.FORWARD, *numbers, *kv_geometry(self.config, kv))
+            self._channel.send(Command.FORWARD, *astuple(sizes), *kv_geometry(self.config, kv))
             self._group.communicator.broadcast(packed)
             self._steps += 1
             self._computing = True

@@ -63,6 +63,17 @@ def test_decodes_and_chunks_share_a_step(desk: Callable[..., Desk]) -> None:
     assert _said(d.step()) == [("a", 11, 1), ("b", 32, 32)]
 
 
+def test_sequences_with_one_token_come_first_in_a_step(desk: Callable[..., Desk]) -> None:
+    """Whoever came first: kernels of one query a sequence take the front of a step."""
+    d = desk()
+    d.queue("a", 200)
+    b = d.queue("b", 10, kind=REMOTE)
+    while b.status is not SequenceStatus.RESERVED:
+        d.step()
+    d.scheduler.receive(b)
+    assert [(name, count) for name, _, count in _said(d.step())] == [("b", 1), ("a", 32)]
+
+
 def test_prompts_share_the_budget_of_a_step(desk: Callable[..., Desk]) -> None:
     d = desk()
     for name in "abc":
