@@ -95,3 +95,19 @@ def test_a_sum_without_a_norm_writes_none(way: str, library: Any) -> None:
     )
     assert all(torch.equal(residual, torch.full((2, WIDTH), 6.0).bfloat16()) for residual in residuals)
     assert all(bool(out.isnan().all()) for out in outs)
+
+
+@pytest.mark.parametrize("way", ["one_shot", "two_shot"])
+def test_numbers_of_launches_wrap_around(way: str, library: Any) -> None:
+    everyone = Ranks(library, way, 2)
+    matrix = 2 * MAX_ROWS * WIDTH * 2  # words follow what is summed
+    for memory, counts in zip(everyone.memory, everyone.counts, strict=True):
+        memory[matrix:].view(torch.int32).fill_(-2)
+        counts.fill_(-2)
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(4):
+        parts = [torch.randint(-9, 9, (3, WIDTH), generator=generator).bfloat16() for _ in range(2)]
+        residuals = [torch.zeros(3, WIDTH).bfloat16() for _ in range(2)]
+        everyone.call(parts, residuals, None)
+        assert all(torch.equal(residual, parts[0] + parts[1]) for residual in residuals)
+    assert everyone.counts[0].tolist() == [2, 2, 2, -2, -2]
