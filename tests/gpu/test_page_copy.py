@@ -76,3 +76,15 @@ def test_what_is_gathered_and_spread_is_what_torch_copies(
     torch.cuda.synchronize()
     for group, pages in spread.items():
         assert torch.equal(cache.memory(group).view(torch.uint8), pages.view(torch.uint8))
+
+
+@pytest.mark.parametrize("stray", [-1, 41])
+def test_a_page_that_is_not_there_is_refused(stray: int) -> None:
+    """There is one page more than asked for, the probe's."""
+    cache, staging = make(40)
+    before = cache.memory("full").clone()
+    staging._memory.fill_(0xAB)
+    with pytest.raises(RuntimeError, match="page_copy"):
+        staging.scatter(0, [Block("full", (0, stray), range(12), range(8))])
+    torch.cuda.synchronize()
+    assert torch.equal(cache.memory("full").view(torch.uint8), before.view(torch.uint8))
