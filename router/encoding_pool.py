@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import os
 import pickle
 import subprocess
@@ -31,6 +33,9 @@ INLINE_CHARACTERS = 16 * 1024
 """What is not longer is encoded on the loop, in at most three or four milliseconds."""
 PARSED_PER_ENCODED = 32
 """So many bytes of JSON are parsed in the time in which one character is encoded."""
+GIVES_WAY_S = 2e-6
+"""For so long per character a job lets those that come after it go first: ten times what it takes. So a
+conversation does not wait for megabytes that came before it, and these do not wait for ever."""
 MAX_WAITING_JOBS = 64
 """Jobs that wait for a process; each holds its request's body."""
 
@@ -43,7 +48,8 @@ class EncodingCrashed(RuntimeError):
 
 
 class EncodingPool:
-    """Runs functions of a formatter, on the loop or in one of so many processes, first come first served.
+    """Runs functions of a formatter, on the loop or in one of so many processes, what came first or is short
+    before the rest.
 
     Processes start when they are first needed, and again after they died. With 0 everything runs on the loop.
     """
@@ -59,6 +65,10 @@ class EncodingPool:
         self._running: set[_EncodingProcess] = set()
         self._closed = False
         self._open_jobs = 0
+        self._free = processes
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        """A heap of (when it is due, its number, its turn)."""
+        self._numbers = itertools.count()
 
     async def run(
         self, size: int, function: Callable[[ChatFormatter, *Args], Result], *args: *Args
@@ -77,8 +87,14 @@ class EncodingPool:
             raise rate_limited("Too many long requests wait to be encoded.", 1)
         self._open_jobs += 1
         try:
-            loop = asyncio.get_running_loop()
-            outcome, result = await loop.run_in_executor(self._threads, self._call, (function, args))
+            await self._turn(size)
+            try:
+                if self._closed:
+                    raise EncodingCrashed("the router stops")
+                loop = asyncio.get_running_loop()
+                outcome, result = await loop.run_in_executor(self._threads, self._call, (function, args))
+            finally:
+                self._pass_on()
         finally:
             self._open_jobs -= 1
         if outcome is Outcome.REFUSED and isinstance(result, AntiphonError):
@@ -101,6 +117,29 @@ class EncodingPool:
         self._threads.shutdown(cancel_futures=True)
         for process in self._running:
             process.reap()
+
+    async def _turn(self, size: int) -> None:
+        """Wait for a process; whoever returns from here passes it on."""
+        if self._free:
+            self._free -= 1
+            return
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        heapq.heappush(self._waiting, (loop.time() + size * GIVES_WAY_S, next(self._numbers), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
 
     def _call(self, job: object) -> tuple[Outcome, object]:
         """In a thread: the answer of its process, at a second try that of a new one."""

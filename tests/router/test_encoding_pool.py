@@ -222,6 +222,32 @@ async def test_closing_ends_what_is_worked_on(until):
     assert children() == before
 
 
+@pytest.mark.parametrize(("gives_way_s", "order"), [(2e-6, [0, 3, 1, 2]), (0.0, [0, 1, 2, 3])])
+async def test_what_is_short_goes_ahead_of_megabytes_for_a_while(monkeypatch, gives_way_s, order):
+    monkeypatch.setattr(encoding_pool, "GIVES_WAY_S", gives_way_s)
+    ended = []
+
+    async def encode(number: int, text: str) -> None:
+        assert await pool.run(len(text), ByteFormatter.encode, text) == list(text.encode())
+        ended.append(number)
+
+    texts = [words(20 * LONG), words(20 * LONG), words(20 * LONG), words(LONG)]
+    with pool_of(ByteFormatter()) as pool:
+        await asyncio.gather(*(encode(number, text) for number, text in enumerate(texts)))
+    assert ended == order
+
+
+async def test_who_leaves_while_waiting_leaves_the_turn_to_others():
+    with pool_of(ByteFormatter()) as pool:
+        jobs = [asyncio.create_task(pool.run(LONG, ByteFormatter.encode, str(n))) for n in range(4)]
+        await asyncio.sleep(0)
+        jobs[1].cancel()
+        assert await jobs[3] == list(b"3")
+        assert await jobs[2] == list(b"2")
+        with pytest.raises(asyncio.CancelledError):
+            await jobs[1]
+
+
 async def test_too_much_that_waits_is_429(deploy, monkeypatch):
     monkeypatch.setattr(encoding_pool, "MAX_WAITING_JOBS", 1)
     deployment = await deploy(model=ROOMY, encoding_processes=1)
