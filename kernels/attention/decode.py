@@ -248,8 +248,7 @@ class DecodeAttention:
         self.query_heads, self.kv_heads, self.head_dim = query_heads, kv_heads, head_dim
         self.splits = choose_splits(batch_size, kv_heads) if splits is None else splits
         self.pdl = pdl
-        rows = batch_size * query_heads if self.splits > 1 else 0  # one split writes the result itself
-        self._parts = SplitParts(rows, head_dim, self.splits, device, pdl)
+        self._parts = SplitParts(batch_size * query_heads, head_dim, self.splits, device, pdl)
 
     def full(
         self,

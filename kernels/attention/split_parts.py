@@ -47,7 +47,8 @@ class SplitParts:
 
     Args:
         rows: query heads of all sequences.
-        splits: parts of each row, part ``row * splits + split``.
+        splits: parts of each row, part ``row * splits + split``; one alone is written to the output and takes
+            no memory here.
         pdl: programmatic dependent launch.
 
     Attributes:
@@ -57,9 +58,10 @@ class SplitParts:
 
     def __init__(self, rows: int, head_dim: int, splits: int, device: torch.device, pdl: bool) -> None:
         self._rows, self._head_dim, self._splits, self._pdl = rows, head_dim, splits, pdl
-        self.acc = torch.empty(rows * splits * head_dim, dtype=torch.float32, device=device)
-        self.max = torch.empty(rows * splits, dtype=torch.float32, device=device)
-        self.sum = torch.empty(rows * splits, dtype=torch.float32, device=device)
+        parts = rows * splits if splits > 1 else 0
+        self.acc = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
+        self.max = torch.empty(parts, dtype=torch.float32, device=device)
+        self.sum = torch.empty(parts, dtype=torch.float32, device=device)
 
     def merge(self, out: Tensor) -> None:
         """Write out [B, Q, D]."""

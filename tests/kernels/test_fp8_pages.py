@@ -8,6 +8,7 @@ from torch import Tensor
 
 from antiphon.kernels import reference
 from antiphon.kernels.attention.decode_fp8 import Fp8DecodeAttention
+from antiphon.kernels.attention.fp8_hopper import HopperFp8DecodeAttention
 from antiphon.kernels.attention.prefill import prefill_attention
 from antiphon.kernels.attention.widen import WidePages
 from antiphon.kernels.dense.rope import rope_and_write, rotation_table
@@ -182,3 +183,14 @@ def test_rotation_writes_the_bytes_of_the_plain_op(kv_heads: int) -> None:
     page_of, offset = divmod(int(slot[0]), page)
     assert bool(found.scales[page_of, -1, 1, offset].isnan())
     assert bool((found.codes[page_of, -1, 1, offset] & 127).eq(127).all())
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64, 99, 100, 256])
+def test_kernels_of_all_batch_sizes_hold_little_memory(batch: int) -> None:
+    """A step may have any number of decoding sequences; each number has a kernel that keeps its memory."""
+    cpu = torch.device("cpu")
+    for kernel in (HopperFp8DecodeAttention(batch, 8, cpu), Fp8DecodeAttention(batch, 64, 8, 64, cpu)):
+        parts = kernel._parts
+        held = sum(each.nbytes for each in (parts.acc, parts.max, parts.sum))
+        assert held <= 4 * 2**20
+        assert (held == 0) == (kernel.splits == 1)
