@@ -79,7 +79,8 @@ class HostBatch:
 
         starts, lengths = send(self.query_start), send(self.lengths)
         decodes = self.decodes
-        chunk_start = send(self.query_start[decodes:] - np.int32(decodes)) if decodes else None
+        both = 0 < decodes < len(self.lengths)
+        chunk_start = send(self.query_start[decodes:] - np.int32(decodes)) if both else None
         full, sliding = (
             PagedSequences(send(table), starts, lengths, send(slot), decodes, chunk_start)
             for table, slot in zip(self.tables, self.slots, strict=True)

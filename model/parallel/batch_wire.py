@@ -78,7 +78,7 @@ def unpack(buffer: Tensor, sizes: BatchSizes) -> ForwardBatch:
     token_ids, positions, full_slot, sliding_slot, full_table, sliding_table = tensors[:6]
     full_start, full_len, sliding_start, sliding_len = tensors[6:]
     decodes = sizes.decodes
-    chunk_start = full_start[decodes:] - decodes if decodes else None
+    chunk_start = full_start[decodes:] - decodes if 0 < decodes < sizes.sequences else None
     return ForwardBatch(
         token_ids,
         positions,

@@ -81,6 +81,17 @@ def test_what_is_known_of_a_step_travels_to_other_ranks() -> None:
     assert replace(batch.full, decodes=0).parts() is None
 
 
+def test_of_one_kind_of_sequences_nothing_more_is_copied() -> None:
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32).numpy()
+    vector, table = torch.arange(2).numpy(), torch.zeros(2, 1, dtype=torch.int32).numpy()
+    batch = HostBatch(vector, vector, starts, starts[1:], (table, table), (vector, vector)).to(DEVICE)
+    arrived = unpack(pack(batch), BatchSizes.of(batch))
+    for sequences in (batch.full, arrived.sliding):
+        assert sequences.decodes == 2
+        assert sequences.chunk_start is None
+        assert sequences.parts() is None
+
+
 @pytest.mark.parametrize(("starts", "decodes"), [([0, 1, 2], 2), ([0, 3, 4], 0), ([0, 1, 4], 1)])
 def test_decoding_sequences_are_counted_from_the_front(starts: list[int], decodes: int) -> None:
     vector = torch.arange(starts[-1]).numpy()
