@@ -122,10 +122,6 @@ class PagedKvCache:
         memory = self._memory[group]
         return memory[0].numel() * memory.element_size()
 
-    def layer_bytes(self, group: str = "full") -> int:
-        """Bytes of one layer within a page."""
-        return self.page_bytes(group) // len(self._layers[group])
-
     def read_page(self, group: str, page: int) -> bytes:
         """A copy of one page's bytes."""
         return self._memory[group][page].reshape(-1).view(torch.uint8).cpu().numpy().tobytes()

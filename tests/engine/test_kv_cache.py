@@ -28,10 +28,11 @@ def test_a_page_is_one_run_of_bytes_and_so_are_its_layers(kit: Any) -> None:
     view = cache.layer(3)  # the second full layer
     assert isinstance(view, torch.Tensor)
     assert view.shape == (6, 1, 2, 16, 4)
-    start = region.address + 2 * region.page_bytes + 1 * cache.layer_bytes()
+    layer_bytes = 1 * 2 * 16 * 4 * 4
+    start = region.address + 2 * region.page_bytes + 1 * layer_bytes
     assert view[2].data_ptr() == start
     assert view[2].is_contiguous()
-    assert region.page_bytes == 2 * cache.layer_bytes() == 2 * (1 * 2 * 16 * 4 * 4)
+    assert region.page_bytes == 2 * layer_bytes
     assert region.pages == 6
     view[2] = 7.0
     page = torch.frombuffer(bytearray(cache.read_page("full", 2)), dtype=torch.float32)
