@@ -78,7 +78,8 @@ class RouterConfig(Section):
     """The slowest that a request body may come."""
     encoding_processes: int = pydantic.Field(2, ge=0)
     """Processes of a router that parse, render and encode long requests beside its event loop; the first
-    starts with the router, others when they are needed, and each takes about 150 MB. With 0 the loop does it, and holds up streams."""
+    starts with the router, others when they are needed, and each takes about 150 MB. With 0 the loop does it,
+    and holds up streams."""
     request_timeout_s: float = pydantic.Field(600.0, gt=0)
     """Deadline of a request that names none."""
     max_attempts: int = pydantic.Field(3, ge=1)
