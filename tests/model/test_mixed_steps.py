@@ -10,6 +10,7 @@ from torch import Tensor
 
 from antiphon.engine.batch import HostBatch
 from antiphon.kernels import reference
+from antiphon.kernels.fp8_pages import Fp8Pages, head_bytes
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.cuda_paged_attention import PagedAttention
 from antiphon.model.parallel.batch_wire import BatchSizes, pack, unpack
@@ -62,6 +63,26 @@ def test_each_kind_of_sequence_sees_its_own_keys(
     monkeypatch.setattr(attention, "_chunks", noting)
     got = attention(query, layer, sequences, sinks, window)
     assert seen == [sum(counts) - sequences.decodes]
+    torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_each_kind_reads_fp8_pages_by_its_own_kernel() -> None:
+    """The decoding sequences' as they are, the chunks' widened; pages of nobody are NaN."""
+    torch.manual_seed(5)
+    lengths, counts = [5, 40, 20], [1, 1, 7]
+    sequences, pages = mixed(lengths, counts)
+    data = torch.full((pages, KV_HEADS, head_bytes(PAGE, DIM)), 255, dtype=torch.uint8, device=DEVICE)
+    layer = Fp8Pages(data, PAGE, DIM)
+    for row, length in enumerate(lengths):
+        position = torch.arange(length, device=DEVICE)
+        slot = sequences.block_table[row, position // PAGE].long() * PAGE + position % PAGE
+        keys, values = torch.randn(2, length, KV_HEADS, DIM, device=DEVICE)
+        reference.write_kv(keys, values, layer, slot)
+    query = torch.randn(sum(counts), HEADS, DIM, device=DEVICE, dtype=DTYPE)
+    sinks = torch.randn(HEADS, device=DEVICE)
+    expected = reference.paged_attention(query.float(), layer, sequences, sinks, None, DIM**-0.5)
+    got = PagedAttention(HEADS, KV_HEADS, DIM, DEVICE, hopper=CUDA)(query, layer, sequences, sinks, None)
     torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
 
 
