@@ -36,7 +36,7 @@ def load_cuda_rank(
 
     Args:
         store: the ranks' meeting place, where they exchange the handles of their memory.
-        with_unembedding: False for workers that never sample; their steps have many rows, and no peer memory.
+        with_unembedding: False for workers that never sample; they take no peer memory.
         peer_memory: False takes every sum over the communicator.
         weight_cache: where the experts are kept that this rank converts.
 

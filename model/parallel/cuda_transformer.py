@@ -1,9 +1,9 @@
 """The fast twin of ``model.parallel.transformer``: one rank of a GPT-OSS model on its GPU, in bf16.
 
 As there, each rank computes its heads' and its experts' part, and a sum over ranks follows each half of a
-layer. Here that sum, the residual and the norm behind it are one launch for the few rows of a decode step,
-over peer memory, and a library's all-reduce with a fused add and norm for more rows. Which one is decided by
-their number alone, so a decode step can be captured in a CUDA graph, by every rank.
+layer. Here that sum, the residual and the norm behind it are one launch over peer memory for as many rows as
+that is faster for, and a library's all-reduce with a fused add and norm for more rows. Which one is decided
+by their number alone, so a decode step can be captured in a CUDA graph, by every rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from antiphon.protocol.errors import CheckpointError, ConfigError
 
 
 class RowReduce(Protocol):
-    """A sum over ranks with what follows it, for matrices of few rows; ``kernels.collectives.one_shot``."""
+    """A sum over ranks with what follows it, up to ``max_rows`` rows; ``kernels.collectives.one_shot``."""
 
     max_rows: int
 
@@ -65,7 +65,7 @@ class CudaRankTransformer:
         communicator: of the ranks.
         parameters: this rank's, as ``model.parallel.load.read_shard`` gives them.
         device: this rank's.
-        row_reduce: for steps of few rows; absent, every sum takes the communicator.
+        row_reduce: for steps of up to its ``max_rows`` tokens; absent, every sum takes the communicator.
         with_unembedding: False leaves the output projection out (prefill workers never sample).
         resident_fp8: where experts are dealt out whole on an H200, hold their FP8 form beside the 4-bit one.
         dtype: bfloat16; float32 where Triton interprets its kernels.
@@ -138,8 +138,10 @@ class CudaRankTransformer:
     @property
     def road(self) -> str:
         """Which kernels run, in words for the log."""
-        sums = "peer memory" if self._row_reduce is not None else "the communicator"
-        return f"{self.layout.name}, {self._experts.road} experts, sums of decode steps over {sums}"
+        sums = "the communicator"
+        if self._row_reduce is not None:
+            sums = f"peer memory up to {self._row_reduce.max_rows} rows"
+        return f"{self.layout.name}, {self._experts.road} experts, sums over {sums}"
 
     @property
     def inexact_blocks(self) -> tuple[int, int]:
