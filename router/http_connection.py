@@ -49,7 +49,7 @@ class AbortableProtocol(HttpToolsProtocol):
 
     uvicorn waits for ever for a head, or for the rest of a body that nobody reads. Here one timer runs while
     either comes; the bodies of requests are bounded by who reads them (``request_body.py``), streams by the
-    bound on slow readers. Another timer watches whether what is left of a whole answer is read.
+    bound on slow readers. What is left of a whole answer must be read on, which the kernel watches.
     """
 
     head_timeout_s: float
@@ -60,7 +60,7 @@ class AbortableProtocol(HttpToolsProtocol):
 
     _part = _Part.HEAD_BEGIN
     _timer: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
+    _reading_is_bounded = False
     _body_came = False
     """Whether the data that is being parsed has some of a body."""
     _head_bytes = 0
@@ -75,8 +75,6 @@ class AbortableProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         self._stop_timer()
-        if self._unread is not None:
-            self._unread.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -126,9 +124,8 @@ class AbortableProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """A request has been answered."""
+        self.bound_reading(True)
         super().on_response_complete()
-        if self._unread is None:
-            self._watch_reading(None)
         if self.transport.is_closing():
             return
         if self._part is _Part.BODY and self.cycle.response_complete:
@@ -146,20 +143,18 @@ class AbortableProtocol(HttpToolsProtocol):
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _watch_reading(self, before: int | None) -> None:
-        """Drop the client if of ``before`` bytes, which waited for it a while ago, all still do.
+    def bound_reading(self, bounded: bool) -> None:
+        """Have the kernel give the connection up once its client has read nothing for ``body_timeout_s``.
 
-        Closing waits for them, so that without this they and the connection would stay for ever.
+        Closing waits for what is still to be read of an answer, so that without this it and the connection
+        would stay for ever. The kernel alone sees how much that is: above TLS nobody does.
         """
-        self._unread = None
-        waiting = self.transport.get_write_buffer_size()
-        if not waiting or (self._answering and self.cycle.response_started):
-            return  # a stream has a bound of its own, and its end comes here again
-        if before is not None and waiting >= before:
-            log.info("connection_dropped", unread_bytes=waiting)
-            self.transport.abort()
+        if bounded is self._reading_is_bounded:
             return
-        self._unread = self.loop.call_later(self.body_timeout_s, self._watch_reading, waiting)
+        self._reading_is_bounded = bounded
+        limit_ms = max(1, round(self.body_timeout_s * 1e3)) if bounded else 0
+        connection = self.transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
 
     def _await_head(self) -> None:
         self._stop_timer()
@@ -240,6 +235,7 @@ class StreamedBody:
 
     def write(self, body: bytes) -> None:
         """Write a part, which is not empty, while ``ready``."""
+        self._protocol.bound_reading(False)  # of the answer before; this one waits for as long as it may
         self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 

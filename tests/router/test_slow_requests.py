@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -227,6 +228,26 @@ async def test_an_answer_that_nobody_reads_does_not_hold_its_connection(deploy, 
         writer.write(post("/tokenize", len(body)) + body + GET * pipelined)
         await until(lambda: len(connections) == before, seconds=15)
     assert (await deployment.chat()).status_code == 200
+
+
+async def test_a_stream_behind_an_answer_is_not_bounded_by_it(deploy):
+    workers = ScriptedGateway(lambda _: byte_answer((CONTENT, "x" * 400)))
+    workers.step_s = 0.01
+    deployment = await deploy(workers, body_timeout_s=7.0)
+
+    def limit_ms() -> int:
+        (protocol,) = deployment.server._server.server_state.connections
+        connection = protocol.transport.get_extra_info("socket")
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+    body = CHAT[:-1] + b', "stream": true}'
+    async with connection(deployment) as (reader, writer):
+        writer.write(post("/nowhere", 2) + b"{}")
+        await reader.readuntil(b"\r\n\r\n")
+        assert limit_ms() == 7000
+        writer.write(post(length=len(body)) + body)
+        await reader.readuntil(b'"content":"x"')
+        assert limit_ms() == 0
 
 
 async def test_an_answer_that_is_read_slowly_is_read_to_its_end(deploy):
