@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from antiphon.benchmarks.fp8_pages import BOUND, wrong
 from antiphon.benchmarks.kv_precision import PAGES, answers, attention_errors, teacher_forced
 from antiphon.benchmarks.report.precision_page import PAGE, page_with, read_figures
 from antiphon.demo.cached_checkpoint import ensure_demo_checkpoint
@@ -55,3 +56,8 @@ def test_the_page_is_as_the_figures_make_it() -> None:
     assert page_with(page, read_figures()) == page, "run `make docs`"
     with pytest.raises(AntiphonError, match="no part between"):
         page_with("nothing", read_figures())
+
+
+def test_a_kernel_that_is_wrong_is_no_measurement() -> None:
+    assert not any(wrong(row) for row in ({"what": "step"}, {"error": None}, {"error": BOUND}))
+    assert all(wrong({"error": error}) for error in (2 * BOUND, float("nan")))
