@@ -11,9 +11,11 @@ import pytest
 
 from antiphon.benchmarks.split.arrangements import Arrangement, colocated_of, split_of
 from antiphon.benchmarks.split.host import start_server
+from antiphon.benchmarks.split.ladder import Ladder
+from antiphon.benchmarks.split.loads import FixedLoads
 from antiphon.benchmarks.split.mixes import Mix
 from antiphon.benchmarks.split.observed import LoadRun
-from antiphon.benchmarks.split.run import HttpLoad, Ladder, run_comparison
+from antiphon.benchmarks.split.run import HttpLoad, run_comparison
 from antiphon.benchmarks.split.verdict import comparison, sentence
 from antiphon.configs.schema import DeploymentConfig
 
@@ -39,7 +41,7 @@ async def test_both_serve_the_same_load_with_the_same_answers(
             yield url
 
     ladder = Ladder(3.0, 2.0, 3.0, 4.0, 0.5, 60_000.0, 60_000.0, 0.9, refine=0)
-    load, mix = HttpLoad(ladder, "CPU", "gpt-oss-tiny"), Mix("tiny", 70, 6)
+    load, mix = HttpLoad(FixedLoads(ladder, {}).ladders, "CPU", "gpt-oss-tiny"), Mix("tiny", 70, 6)
     runs: list[LoadRun] = []
     await run_comparison(
         [split_of(local_deployment), colocated_of(local_deployment, 64)],
