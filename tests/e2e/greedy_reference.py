@@ -31,11 +31,11 @@ class Case:
         return SamplingParams(max_tokens=self.max_tokens, seed=0, temperature=0.0, ignore_eos=True)
 
 
-def make_cases(lengths: Iterable[int], max_tokens: int) -> list[Case]:
-    """A case per length, with the same random prompt every time."""
+def make_cases(lengths: Iterable[int], max_tokens: int, seed: int = 0) -> list[Case]:
+    """A case per length, with the same random prompt every time; other seeds give other prompts."""
     cases = []
     for length in lengths:
-        rng = random.Random(length)
+        rng = random.Random(length + 1_000_000 * seed)
         cases.append(Case(tuple(rng.randrange(ORDINARY_TOKENS) for _ in range(length)), max_tokens))
     return cases
 
