@@ -112,7 +112,8 @@ def receive(pipe: Connection, plan: Plan) -> None:
     raw.register([span])
     pipe.send((memory, raw.metadata(), span))
     sender: RankMemory = pipe.recv()
-    endpoint.connect(SENDER, 1, [sender]).result()
+    granted = SlotRange(0, plan.slots) if plan.slots else None
+    endpoint.connect(SENDER, 1, [sender], granted=granted).result()
     pipe.send("connected")
     while not pipe.poll(0.0005):
         raw.notifications()

@@ -48,6 +48,7 @@ from antiphon.protocol.messages import (
     TokenOutput,
     TokensAck,
 )
+from antiphon.protocol.staging_messages import StagingMessage
 
 _log = logging.getLogger(__name__)
 _MAX_UNACKNOWLEDGED_BATCHES = 4096
@@ -128,6 +129,9 @@ class DecodeDispatch:
         except WireError as error:
             self._counters["notifications_undecodable"] += 1
             _log.warning("notification from %s: %s", sender, error)
+            return
+        if isinstance(message, StagingMessage):
+            self._counters["staged_messages_refused"] += 1  # and logged where it came
             return
         if writer is None or not isinstance(message, WriteDone):
             self._counters["notifications_unknown"] += 1

@@ -196,8 +196,10 @@ class PrefillGreeter:
     def _clear(self, probe: _Probe, life: PeerLife, hello: KvHello) -> None:
         # What an earlier probe left must not pass for this one; who stages pages has to be answered.
         ready = [rank.clear_probe() for rank in self._ranks]
-        if self._slots.of(Writer(life.worker_id, life.epoch)) is not None:
-            ready += [rank.connect(life, hello.tensor_parallel, hello.ranks) for rank in self._ranks]
+        slots = self._slots.of(Writer(life.worker_id, life.epoch))
+        if slots is not None:
+            them = life, hello.tensor_parallel, hello.ranks
+            ready += [rank.connect(*them, granted=slots) for rank in self._ranks]
         self._thread.when_done(all_of(ready), lambda done: self._cleared(probe, done))
 
     def _cleared(self, probe: _Probe, done: Future[list[None]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,6 +29,7 @@ from antiphon.protocol.kv_messages import MemoryRegion, RankMemory, WriteKey
 from antiphon.protocol.rank_messages import ShipOrder
 from antiphon.protocol.staging_messages import SlotFree, StagedWrite
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -65,7 +67,8 @@ class KvEndpoint:
         fences: how far this rank's device is.
         staging: this rank's slots; absent, pages are written directly.
         on_notification: called on the transfer thread with (sender's agent name, payload).
-        on_landed: the same, with the WriteDone of a staged write that lies in its pages now.
+        on_landed: the same, with what rank 0 must hear: the WriteDone of a staged write that lies in its
+            pages now, or a message of staging that was refused.
         on_failure: called once if the transfer thread dies of an unexpected error.
         transport_factory: makes the transport from an agent name; absent means NIXL.
         arrivals: connections over which writes arrive; those of this process, a stand-in in tests.
@@ -93,6 +96,9 @@ class KvEndpoint:
         self._open = transport_factory or nixl_transport
         self._staging = staging
         self._on_notification = on_notification
+        self._on_landed = on_landed
+        self._faulty: set[str] = set()
+        """Agents whose first refused message was logged."""
         self._transfer = TransferThread(
             *(self._open_transport, self._notified, on_failure),
             write_timeout_s=settings.write_timeout_s,
@@ -103,7 +109,8 @@ class KvEndpoint:
         if staging is not None:
             common = self._layouts, shard, staging, self._transfer, settings.layer_groups
             self._sender = StagedSender(*common, settings.epoch)
-            self._receiver = StagedReceiver(*common, on_landed)
+            counts = {region.group: region.pages for region in pages.memory_regions()}
+            self._receiver = StagedReceiver(*common, counts, on_landed)
         self._slots: dict[PeerLife, SlotRange] = {}
         self._probe = ProbePages(self._layouts, shard, pages, settings.epoch)
         self._arrivals = arrivals
@@ -155,6 +162,7 @@ class KvEndpoint:
         ranks: Sequence[RankMemory],
         staging: SlotRange | None = None,
         *,
+        granted: SlotRange | None = None,
         severed: bool = False,
     ) -> Future[None]:
         """See RankKv."""
@@ -167,6 +175,8 @@ class KvEndpoint:
                 raise TransferError("handshake", f"metadata of {named} instead of {sorted(kv.agent_names)}")
             if severed and self._sender is not None:
                 self._sender.severed(peer)
+            if granted is not None and self._receiver is not None:
+                self._receiver.let_stage(kv, granted)
 
         self._peers[peer] = kv
         if staging is not None:
@@ -317,12 +327,18 @@ class KvEndpoint:
         except WireError:
             self._on_notification(sender, payload)  # counted there
             return
-        if isinstance(message, SlotFree):
-            self._sender.slot_free(message)
-        elif isinstance(message, StagedWrite):
-            self._receiver.staged(sender, message)
-        else:
-            self._on_notification(sender, payload)
+        try:
+            if isinstance(message, SlotFree):
+                self._sender.slot_free(sender, message)
+            elif isinstance(message, StagedWrite):
+                self._receiver.staged(sender, message)
+            else:
+                self._on_notification(sender, payload)
+        except TransferError as error:
+            if sender not in self._faulty:
+                self._faulty.add(sender)
+                _log.warning("%s sent a %s that is dropped: %s", sender, type(message).__name__, error.reason)
+            self._on_landed(sender, payload)  # counted there
 
     def _describe(self, transport: Transport) -> RankMemory:
         return RankMemory(self._shard.rank, transport.agent_name, transport.metadata(), self._regions())

@@ -74,13 +74,17 @@ class RemoteRank:
         ranks: Sequence[RankMemory],
         staging: SlotRange | None = None,
         *,
+        granted: SlotRange | None = None,
         severed: bool = False,
     ) -> Future[None]:
         """See RankKv."""
         life, them = (peer.worker_id, peer.epoch), tuple(ranks)
-        slots = None if staging is None else (staging.first, staging.count)
+        theirs, mine = (None if each is None else (each.first, each.count) for each in (staging, granted))
         return self._call(
-            lambda number: ConnectPeer(number, *life, tensor_parallel, them, slots, severed), _nothing
+            lambda number: ConnectPeer(
+                number, *life, tensor_parallel, them, theirs, granted=mine, severed=severed
+            ),
+            _nothing,
         )
 
     def disconnect(self, peer: PeerLife) -> Future[None]:

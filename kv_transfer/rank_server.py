@@ -130,8 +130,9 @@ class RankServer:
                 case ConnectPeer():
                     life = PeerLife(message.worker_id, message.epoch)
                     staging = None if message.staging is None else SlotRange(*message.staging)
-                    them = message.tensor_parallel, message.ranks
-                    return endpoint.connect(life, *them, staging, severed=message.severed)
+                    granted = None if message.granted is None else SlotRange(*message.granted)
+                    them = message.tensor_parallel, message.ranks, staging
+                    return endpoint.connect(life, *them, granted=granted, severed=message.severed)
                 case DisconnectPeer():
                     return endpoint.disconnect(PeerLife(message.worker_id, message.epoch))
                 case ClearProbe():

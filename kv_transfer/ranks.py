@@ -50,11 +50,13 @@ class RankKv(Protocol):
         ranks: Sequence[RankMemory],
         staging: SlotRange | None = None,
         *,
+        granted: SlotRange | None = None,
         severed: bool = False,
     ) -> Future[None]:
         """Connect to every rank of a peer, of which ``staging`` is for us; twice is harmless.
 
         Args:
+            granted: slots of ours that are for the peer.
             severed: the peer has ended every earlier connection of ours, see ``sever``.
         """
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from antiphon.kv_transfer.handshake import writer_of
+from antiphon.kv_transfer.handshake import PeerKv, writer_of
 from antiphon.kv_transfer.plan import GroupLayout, Shard
 from antiphon.kv_transfer.ranks import PeerLife
-from antiphon.kv_transfer.staging import StagingMemory, blocks_of, share_of
+from antiphon.kv_transfer.staging import (
+    Block,
+    SlotRange,
+    StagingMemory,
+    blocks_of,
+    share_bytes,
+    share_of,
+    share_offset,
+)
 from antiphon.kv_transfer.transfer_thread import TransferThread
 from antiphon.protocol.codec import encode
 from antiphon.protocol.errors import TransferError
@@ -16,6 +25,15 @@ from antiphon.protocol.kv_messages import WriteDone, WriteKey
 from antiphon.protocol.staging_messages import SlotFree, StagedWrite
 
 _Ident = tuple[str, int, WriteKey, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """A transfer agent that may stage here."""
+
+    life: PeerLife
+    shard: Shard
+    slots: SlotRange
 
 
 class StagedReceiver:
@@ -27,6 +45,7 @@ class StagedReceiver:
     page.
 
     Args:
+        pages: page group -> how many pages this rank has of it.
         on_landed: called with (the writer's agent, an encoded WriteDone) once a segment lies in its pages.
     """
 
@@ -37,6 +56,7 @@ class StagedReceiver:
         memory: StagingMemory,
         transfer: TransferThread,
         layer_groups: int,
+        pages: Mapping[str, int],
         on_landed: Callable[[str, bytes], None],
     ) -> None:
         self._layouts = layouts
@@ -44,32 +64,41 @@ class StagedReceiver:
         self._memory = memory
         self._transfer = transfer
         self._layer_groups = layer_groups
+        self._pages = pages
         self._on_landed = on_landed
+        self._writers: dict[str, _Writer] = {}
         self._landed: dict[tuple[str, int], _Ident] = {}
         """(writer's agent, slot) -> what was spread from there last."""
         self._spreading: dict[tuple[str, int], _Ident] = {}
         self._shut_out: Counter[PeerLife] = Counter()
-        self.counters: Counter[str] = Counter()
+
+    def let_stage(self, writer: PeerKv, slots: SlotRange) -> None:
+        """From here on these slots are this writer's."""
+        life = PeerLife(writer.worker_id, writer.epoch)
+        for rank in writer.ranks:
+            self._writers[rank.agent_name] = _Writer(life, rank.shard, slots)
 
     def staged(self, sender: str, message: StagedWrite) -> None:
-        """A segment has arrived in a slot, perhaps not for the first time."""
+        """A segment has arrived in a slot, perhaps not for the first time.
+
+        Raises:
+            TransferError: stage ``transfer``; no such write of this writer can be spread. No byte is touched.
+        """
+        writer = self._writers.get(sender)
+        if writer is None:
+            raise TransferError("transfer", "it was given no slots here")
         place = sender, message.slot
         ident = message.request_id, message.attempt, message.key, message.part
-        if self._shut_out[PeerLife(*writer_of(sender))]:
-            self.counters["staged_of_shut_out"] += 1
+        if self._shut_out[writer.life]:
             return
         if self._spreading.get(place) == ident:
             return
         if self._landed.get(place) == ident:
             self._say(sender, message)
             return
-        source = Shard(message.source_ranks, message.key.source_rank)
-        share = share_of(self._layouts["full"], source, self._shard)
-        if share is None:
-            raise TransferError("transfer", f"rank {source.rank} of {sender} sends no head to this rank")
-        group = message.key.layer_group
-        blocks = blocks_of(message.pages, self._layouts, group, self._layer_groups, share.theirs)
-        spread = self._memory.scatter(message.offset, blocks)
+        if place in self._spreading:
+            raise TransferError("transfer", f"slot {message.slot} is being spread")
+        spread = self._memory.scatter(message.offset, self._blocks(writer, message))
         self._spreading[place] = ident
 
         def landed() -> None:
@@ -94,6 +123,39 @@ class StagedReceiver:
     def quiet(self, writer: PeerLife) -> bool:
         """Whether nothing of a writer is being spread."""
         return not any(PeerLife(*writer_of(agent)) == writer for agent, _ in self._spreading)
+
+    def _blocks(self, writer: _Writer, message: StagedWrite) -> list[Block]:
+        """Where the bytes of a staged write go; refuses one that leaves its writer's room or our pages."""
+
+        def require(fits: bool, what: str) -> None:
+            if not fits:
+                raise TransferError("transfer", what)
+
+        source, key, slots = Shard(message.source_ranks, message.key.source_rank), message.key, writer.slots
+        require(source == writer.shard, f"it speaks as rank {source.rank} of {source.tensor_parallel}")
+        share = share_of(self._layouts["full"], source, self._shard)
+        if share is None:
+            raise TransferError("transfer", "it sends no head to this rank")
+        require(0 <= message.part < message.parts, f"part {message.part} of {message.parts}")
+        require(0 <= key.layer_group < self._layer_groups, f"layer group {key.layer_group}")
+        require(
+            slots.first <= message.slot < slots.first + slots.count, f"slot {message.slot} is not its own"
+        )
+        slot_bytes = self._memory.region.page_bytes
+        offset = share_offset(message.slot, slot_bytes, share)
+        require(message.offset == offset, f"offset {message.offset} in slot {message.slot}, not {offset}")
+        for each in message.pages:
+            require(each.group in self._layouts, f"page group {each.group!r}")
+            outside = [page for page in each.pages if not 0 <= page < self._pages[each.group]]
+            require(not outside, f"{each.group} pages {outside[:3]} of {self._pages[each.group]}")
+        blocks = blocks_of(message.pages, self._layouts, key.layer_group, self._layer_groups, share.theirs)
+        size = sum(
+            len(block.pages) * len(block.layers) * len(block.heads) * self._layouts[block.group].head_bytes
+            for block in blocks
+        )
+        room = share_bytes(slot_bytes, share)
+        require(size <= room, f"{size} bytes in {room} of a slot")
+        return blocks
 
     def _say(self, sender: str, message: StagedWrite) -> None:
         free = SlotFree(message.request_id, message.attempt, message.key, message.part, message.slot)

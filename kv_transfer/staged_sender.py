@@ -147,13 +147,23 @@ class StagedSender:
         self._transfer.when(source_ready, begin, shipped.set_exception)
         return shipped
 
-    def slot_free(self, message: SlotFree) -> None:
-        """The peer has spread a segment."""
-        staged = self._landing.pop((message.request_id, message.attempt, message.key, message.part), None)
-        if staged is not None:
-            self._transfer.expect(-1)
-            staged.free.append(staged.slot)
-            self._ended(staged, staged.error)
+    def slot_free(self, sender: str, message: SlotFree) -> None:
+        """The peer has spread a segment, and perhaps said so before.
+
+        Raises:
+            TransferError: stage ``transfer``; the segment is in another slot, or with another peer.
+        """
+        landing = message.request_id, message.attempt, message.key, message.part
+        staged = self._landing.get(landing)
+        if staged is None:
+            return
+        if (sender, message.slot) != (staged.rank.agent_name, staged.slot):
+            where = f"in slot {staged.slot} of {staged.rank.agent_name}"
+            raise TransferError("transfer", f"slot {message.slot} is free of what is {where}")
+        del self._landing[landing]
+        self._transfer.expect(-1)
+        staged.free.append(staged.slot)
+        self._ended(staged, staged.error)
 
     def repeat(self, request_id: str, attempt: int, keys: frozenset[WriteKey]) -> None:
         """Tell the peer once more of segments of these keys that it has not said to have spread."""

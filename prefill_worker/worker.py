@@ -96,7 +96,7 @@ class PrefillWorker:
             write_timeout_s=transfer.completion_timeout_s,
             verify_checksums=transfer.verify_checksums,
             join_timeout_s=config.ray.placement_timeout_s,
-            on_notification=lambda sender, payload: None,  # nobody writes into a prefill worker
+            on_notification=lambda sender, payload: self._thread.post(self._on_notification, sender, payload),
             on_failure=self._fail,
             on_write=self.metrics.transfers.observe,
             staging=make_staging(
@@ -233,6 +233,11 @@ class PrefillWorker:
     def on_message(self, peer: Peer, message: object) -> None:
         """See LinkHandler."""
         self._running_dispatch().on_message(peer, message)
+
+    def _on_notification(self, sender: str, payload: bytes) -> None:
+        """Nobody writes into a prefill worker."""
+        self._counters["notifications_unknown"] += 1
+        _log.warning("a notification of %d bytes from %s came to a prefill worker", len(payload), sender)
 
     def on_lost(self, peer: Peer, reason: str) -> None:
         """See LinkHandler."""

@@ -61,6 +61,8 @@ class ConnectPeer(Message, frozen=True):
     ranks: tuple[RankMemory, ...]
     staging: tuple[int, int] | None = None
     """(first, count) of the slots of each of its ranks that this worker may write."""
+    granted: tuple[int, int] | None = None
+    """The same of this worker's slots, which it may write."""
     severed: bool = False
     """It has ended every earlier connection of ours."""
 
@@ -130,7 +132,7 @@ class RepeatStaged(Message, frozen=True):
 
 
 class RankLanded(Message, frozen=True):
-    """Another rank of a receiver -> rank 0: a staged write lies in its pages."""
+    """Another rank -> rank 0: what ``notification`` says, of a staged write that it has spread or refused."""
 
     sender: str
     notification: bytes

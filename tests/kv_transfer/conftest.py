@@ -1,11 +1,19 @@
-"""Registered host memory for transport tests."""
+"""Registered host memory for transport tests, and two ends of staged writes."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from antiphon.kv_transfer.transport import Copies, Memory
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from staged_ends import Ends
 
 
 class Buffer:
@@ -35,3 +43,12 @@ def copies(source: Memory, destination: Memory, *rows: tuple[int, int, int]) -> 
 @pytest.fixture
 def make_copies() -> object:
     return copies
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    for side in (made.source, made.target):
+        side.endpoint.stop()
+        assert not side.failures

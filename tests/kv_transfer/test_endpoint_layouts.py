@@ -88,9 +88,12 @@ class Worker:
             mine = value[:, :, rank * heads : (rank + 1) * heads] if isinstance(value, Tensor) else value
             cache.memory(group)[:PAGES].copy_(torch.as_tensor(mine))
 
-    def connect(self, peer: Worker, slots: SlotRange | None) -> None:
+    def connect(
+        self, peer: Worker, slots: SlotRange | None = None, *, granted: SlotRange | None = None
+    ) -> None:
         for endpoint in self.endpoints:
-            endpoint.connect(peer.life, len(peer.endpoints), peer.memories, slots).result(5)
+            them = peer.life, len(peer.endpoints), peer.memories
+            endpoint.connect(*them, slots, granted=granted).result(5)
 
 
 Make = Callable[..., Worker]
@@ -139,8 +142,9 @@ def check_arrival(source: Worker, target: Worker, slots: int) -> None:
         expected[group] = torch.full_like(content, UNTOUCHED)
         for mine, theirs in pairs:
             expected[group][theirs] = content[mine]
-    source.connect(target, SlotRange(0, slots) if slots else None)
-    target.connect(source, None)
+    allotted = SlotRange(0, slots) if slots else None
+    source.connect(target, allotted)
+    target.connect(source, granted=allotted)
     shipped = []
     for group in range(GROUPS):
         order = ShipOrder("r", 1, 2, 0, group, FULL, SLIDING, StepMark(0, 0))
