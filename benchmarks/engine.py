@@ -37,7 +37,7 @@ def prefill_point(
     chunk: int,
     repeats: int,
     *,
-    chunk_graphs: bool = False,
+    chunk_graphs: bool = True,
     choices: str = "",
     enough_s: float = math.inf,
 ) -> Record:
@@ -45,6 +45,7 @@ def prefill_point(
 
     Args:
         repeats: prompts that are timed; fewer, but one at least, once all of them took ``enough_s``.
+        chunk_graphs: chunks are replayed where the bench captures any, and not issued launch by launch.
         choices: how the model multiplies where that is not the default, in words for the record.
     """
     chunk = min(chunk, -(-tokens // PAGE) * PAGE)
@@ -72,6 +73,7 @@ def prefill_point(
     resident = "mxfp4 and fp8" if bench.resident_fp8 else "mxfp4"
     extra: dict[str, object] = {"resident_weights": resident, "chunk_tokens": chunk}
     extra |= {"repeats": len(times) - 1, "road": loop.executor.road}
+    extra["graphed_chunk_tokens"] = max(settings.chunk_graph_tokens, default=0)
     if choices:
         extra["choices"] = choices
     floor = prefill_floor_ms(bench.model.config, tokens, form)
@@ -111,9 +113,9 @@ def _choices(options: argparse.Namespace) -> ChunkChoices | None:
 
 
 def in_words(choices: ChunkChoices | None, *, chunk_graphs: bool, resident_fp8: bool = False) -> str:
-    """What is not the default, such as ``graphs, FP8 projections, tiles of 128``."""
+    """What is not the default, such as ``launched, FP8 projections, tiles of 128``."""
     words = ["FP8 experts"] if resident_fp8 else []
-    words += ["graphs"] if chunk_graphs else []
+    words += [] if chunk_graphs else ["launched"]
     if choices is not None:
         words += ["FP8 projections"] if choices.fp8_projections else []
         words += [] if choices.expert_tile is None else [f"tiles of {choices.expert_tile}"]
@@ -133,8 +135,8 @@ def run(bench: Bench, options: argparse.Namespace) -> list[Record]:
         free_memory()
         record = prefill_point(
             *(bench, tokens, options.chunk, options.repeats),
-            chunk_graphs=options.chunk_graphs,
-            choices=in_words(_choices(options), chunk_graphs=options.chunk_graphs),
+            chunk_graphs=not options.launched,
+            choices=in_words(_choices(options), chunk_graphs=not options.launched),
         )
         records.append(record)
         _say(record, f"prefill, {tokens} tokens")
@@ -159,11 +161,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefill", default="", help="prompt lengths, such as 1024,8192,32768")
     parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens per step")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--chunk-graphs", action="store_true", help="replay chunks from CUDA graphs")
+    parser.add_argument("--launched", action="store_true", help="issue chunks launch by launch")
     parser.add_argument("--resident-fp8", action="store_true", help="hold FP8 experts for long chunks too")
     parser.add_argument("--fp8-projections", action="store_true", help="the attention's, of long chunks")
     parser.add_argument("--expert-tile", type=int, help="tokens of an expert's tile in long chunks")
-    parser.add_argument("--widening-warps", action="store_true", help="warps that only widen experts")
     parser.add_argument("--out", type=Path, default=RESULTS / "engine.json")
     options = parser.parse_args(arguments)
     bench = make_bench(options.model, torch.device(options.device), options.resident_fp8, _choices(options))

@@ -51,7 +51,11 @@ class Bench:
         chunk_graphs: bool = False,
         prefix_cache: bool = False,
     ) -> EngineSettings:
-        """An engine for so many sequences of so many tokens each."""
+        """An engine for so many sequences of so many tokens each.
+
+        Args:
+            chunk_graphs: chunks are replayed, as by a worker of one GPU that is not configured otherwise.
+        """
         pages = -(-tokens // PAGE) + 2
         window = -(-(self.model.config.sliding_window + max(chunk, PAGE)) // PAGE) + 2
         return EngineSettings(

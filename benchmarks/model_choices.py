@@ -37,11 +37,12 @@ class Way:
     Attributes:
         name: on the command line and in the table.
         resident_fp8: long chunks read FP8 experts that lie beside the 4-bit ones.
+        graphs: chunks are replayed.
     """
 
     name: str
     resident_fp8: bool
-    graphs: bool = False
+    graphs: bool = True
     choices: ChunkChoices = ChunkChoices()  # noqa: RUF009  frozen
 
     @property
@@ -54,9 +55,8 @@ def ways_of(resident: bool) -> tuple[Way, ...]:
     """In the order of what is most needed, for a model that holds FP8 experts as well or does not."""
     ways = [
         Way("default", False),
-        Way("graphs", False, graphs=True),
         Way("projections", False, choices=ChunkChoices(fp8_projections=True)),
-        Way("all", False, graphs=True, choices=ChunkChoices(fp8_projections=True)),
+        Way("launched", False, graphs=False),
     ]
     if resident:
         ways += [Way("resident", True), Way("resident-128", True, choices=ChunkChoices(expert_tile=128))]
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--decode", type=_pairs, default="8192:1,8,32,128;32768:1,32")
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--prompts", type=_numbers, default="1024,8192,32768")
-    parser.add_argument("--ways", default="default,graphs,projections,all,resident,resident-128")
+    parser.add_argument("--ways", default="default,projections,launched,resident,resident-128")
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=600.0, help="for everything, the weights included")

@@ -59,11 +59,12 @@ class WorkerConfig(Section):
     """This pool's pages."""
     chunk_tokens: int = pydantic.Field(512, ge=16)
     """Prompt tokens computed per prefill step; a multiple of the page size."""
-    chunk_graph_tokens: tuple[int, ...] | Literal["standard"] = ()
+    chunk_graph_tokens: tuple[int, ...] | Literal["standard"] | None = None
     """On a GPU: the sizes, in tokens, to which chunks of prompts are padded and for
     which they are captured as CUDA graphs when the worker starts; ``standard`` are 64 and more in growing
     steps up to 2,048, and ``chunk_tokens`` where it is at most 8,192. Longer chunks, and steps of several
-    prompts, are issued launch by launch; so is every chunk when this is empty."""
+    prompts, are issued launch by launch; so is every chunk when this is empty. Absent: ``standard`` for a
+    worker of one GPU, empty otherwise."""
     max_batch_size: int = pydantic.Field(32, ge=1)
     """Sequences decoded together."""
     max_queued_requests: int = pydantic.Field(256, ge=1)
@@ -126,9 +127,10 @@ class WorkerConfig(Section):
     @property
     def graphed_chunk_tokens(self) -> tuple[int, ...]:
         """Padded sizes of captured chunks, ascending."""
-        if self.chunk_graph_tokens == "standard":
-            return standard_graphed_chunks(self.chunk_tokens)
-        return self.chunk_graph_tokens
+        sizes = self.chunk_graph_tokens
+        if sizes is None:
+            sizes = "standard" if self.device == "cuda" and self.tensor_parallel == 1 else ()
+        return standard_graphed_chunks(self.chunk_tokens) if sizes == "standard" else sizes
 
     @property
     def local_prefill_limit_tokens(self) -> float:

@@ -90,12 +90,12 @@ class RankBench(Bench):
     ) -> EngineSettings:
         """As ``Bench.settings``, with the cache that the other ranks have.
 
+        Args:
+            chunk_graphs: without effect: workers of several GPUs issue chunks launch by launch by default.
+
         Raises:
-            BenchmarkError: it is too small for these sequences, or chunks are to be captured, which the sweep
-                does not measure.
+            BenchmarkError: it is too small for these sequences.
         """
-        if chunk_graphs:
-            raise BenchmarkError(f"{self.name} over several ranks: chunks are issued launch by launch here")
         graphs = graphs and self.device.type == "cuda"
         needed = Bench.settings(
             self, sequences=sequences, tokens=tokens, chunk=chunk, graphs=graphs, prefix_cache=prefix_cache

@@ -19,8 +19,8 @@ def test_what_failed_its_tests_is_not_measured() -> None:
     good = dict.fromkeys(one_gpu.TESTS, True)
     assert one_gpu.passed_ways(good) == list(one_gpu.WAYS)
     assert one_gpu.passed_ways(good | {"model": False}) == list(one_gpu.WAYS)
-    assert one_gpu.passed_ways(good | {"tiles": False}) == ["default", "graphs", "projections"]
-    assert "all" not in one_gpu.passed_ways(good | {"graphs": False})
+    assert one_gpu.passed_ways(good | {"tiles": False}) == ["default", "projections", "launched"]
+    assert one_gpu.passed_ways(good | {"graphs": False}) == ["launched"]
     named = {way.name for resident in (True, False) for way in model_choices.ways_of(resident)}
     assert named == set(one_gpu.WAYS)
     for file, _ in one_gpu.TESTS.values():
@@ -29,7 +29,7 @@ def test_what_failed_its_tests_is_not_measured() -> None:
 
 def test_a_small_model_is_measured_and_kept_point_by_point(tmp_path: Path) -> None:
     arguments = ["--model", "tiny", "--device", "cpu", "--decode", "64:1", "--steps", "4"]
-    arguments += ["--prompts", "64", "--ways", "default,graphs", "--repeats", "2", "--out", str(tmp_path)]
+    arguments += ["--prompts", "64", "--ways", "default,launched", "--repeats", "2", "--out", str(tmp_path)]
     assert model_choices.main(arguments) in (0, 1)  # the spread of a tiny model's experts may miss its bound
     kept = load_records(tmp_path / model_choices.DEFAULTS)
     assert [(record.bench, record.input_tokens) for record in kept] == [
@@ -37,11 +37,12 @@ def test_a_small_model_is_measured_and_kept_point_by_point(tmp_path: Path) -> No
         ("prefill", 64),
     ]
     (other,) = load_records(tmp_path / model_choices.CHOICES)
-    assert other.extra["choices"] == "graphs"
+    assert other.extra["choices"] == "launched"
+    assert (kept[1].extra["graphed_chunk_tokens"], other.extra["graphed_chunk_tokens"]) == (64, 0)
     lines = one_gpu.table([*kept, other]).splitlines()
     assert len(lines) == 2
     assert "default" in lines[1]
-    assert "graphs" in lines[1]
+    assert "launched" in lines[1]
 
 
 def test_what_has_no_time_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,9 +58,9 @@ def test_what_has_no_time_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_model_with_one_way_refuses_another() -> None:
     bench = make_bench("tiny", torch.device("cpu"))
-    default, graphs, apart, *_ = model_choices.ways_of(resident=False)
+    default, apart, launched = model_choices.ways_of(resident=False)
     assert model_choices.under(bench, default) is bench
-    assert model_choices.under(bench, graphs) is bench
+    assert model_choices.under(bench, launched) is bench
     with pytest.raises(ValueError, match="one way to multiply"):
         model_choices.under(bench, apart)
 
@@ -99,7 +100,7 @@ def test_the_rehearsal_leaves_ways_that_need_a_gpu_out(
     ]
     one_gpu.main([*arguments, "--seconds", "200"])
     said = capfd.readouterr().out
-    assert "tiny 64 tokens, graphs" in said
+    assert "tiny 64 tokens, launched" in said
     assert "tokens, projections" not in said
     entries = json.loads((tmp_path / model_choices.CHOICES).read_text())
-    assert [entry["choices"] for entry in entries] == ["graphs"]
+    assert [entry["choices"] for entry in entries] == ["launched"]

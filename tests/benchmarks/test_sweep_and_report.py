@@ -344,9 +344,9 @@ def test_ways_that_are_off_by_default_are_nobody_s_figure() -> None:
         return [replace(record(point, 1.0), extra={"choices": choices}) for point in points]
 
     assert build("gpt-oss-20b", figures("")) != build("gpt-oss-20b", [])
-    assert build("gpt-oss-20b", figures("graphs, tiles of 128")) == build("gpt-oss-20b", [])
+    assert build("gpt-oss-20b", figures("launched, tiles of 128")) == build("gpt-oss-20b", [])
     point = Point(BENCH_PREFILL, "gpt-oss-20b", ONE, input_tokens=8192)
-    assert [point.measured_by(figures(choices)[1]) for choices in ("", "graphs")] == [True, False]
+    assert [point.measured_by(figures(choices)[1]) for choices in ("", "launched")] == [True, False]
 
 
 def test_the_engine_s_meter_makes_the_weights_once_and_gives_each_role_its_form(
