@@ -13,6 +13,7 @@ from antiphon.kernels.reference import MXFP4_BLOCK
 from antiphon.model.checkpoint.layout import TensorKind
 from antiphon.model.config import GptOssConfig
 from antiphon.model.parallel.layout import ParallelLayout
+from antiphon.model.parallel.reduce_limits import limits_of
 from antiphon.model.parallel.sizes import rank_bytes
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import Role
@@ -73,7 +74,8 @@ class RankNeeds:
         gpu_share: what one of them reserves of a GPU; 0 on a CPU.
         weights: parameters in every form in which they are held.
         pages: both page groups, probe pages included.
-        workspace: activations of the largest step, and on a GPU what the process takes besides.
+        workspace: activations of the largest step, and on a GPU what ranks share for their sums and what
+            the process takes besides.
     """
 
     role: Role
@@ -250,4 +252,8 @@ def _workspace_bytes(config: DeploymentConfig, role: Role, worker: WorkerConfig,
     # other steps too.
     graphed = max(worker.graphed_chunk_tokens, default=0) if computes else 0
     graphs = graphed * (4 * model.hidden_size + 2 * heads * model.head_dim) * size
-    return activations + graphs + logits + staging + (CONTEXT_BYTES if worker.device == "cuda" else 0)
+    if worker.device == "cpu":
+        return activations + graphs + logits + staging
+    ranks = worker.tensor_parallel
+    sums = limits_of(ranks).shared_bytes(model.hidden_size, ranks) if ranks > 1 else 0
+    return activations + graphs + logits + staging + sums + CONTEXT_BYTES

@@ -36,7 +36,7 @@ def load_cuda_rank(
 
     Args:
         store: the ranks' meeting place, where they exchange the handles of their memory.
-        with_unembedding: False for workers that never sample; they take no peer memory.
+        with_unembedding: False for workers that never sample.
         peer_memory: False takes every sum over the communicator.
         weight_cache: where the experts are kept that this rank converts.
 
@@ -49,7 +49,7 @@ def load_cuda_rank(
     index = open_checkpoint(directory)
     layout.check(index.config)
     row_reduce = None
-    if with_unembedding and peer_memory and communicator.size > 1:
+    if peer_memory and communicator.size > 1:
         limits = limits_of(communicator.size)
         row_reduce = FusedReduce(store, communicator, limits, index.config.hidden_size, device)
     skip = frozenset[TensorKind]() if with_unembedding else frozenset({TensorKind.UNEMBEDDING})

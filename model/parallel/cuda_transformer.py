@@ -166,8 +166,7 @@ class CudaRankTransformer:
         Without an output projection the last layer ends with its keys and values, and what is returned is of
         no use.
         """
-        x = self._communicator.all_reduce(self._embed(batch.token_ids))
-        normed = rms_norm(x, self._layers[0].attn_norm, self.config.rms_norm_eps)
+        x, normed = self._embed(batch.token_ids)
         for index, weights in enumerate(self._layers):
             window = self.config.sliding_window if self.config.is_sliding(index) else None
             sequences = batch.full if window is None else batch.sliding
@@ -234,12 +233,18 @@ class CudaRankTransformer:
             "row_reduce_rows": 0 if self._row_reduce is None else self._row_reduce.max_rows,
         }
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, H], zero where another rank holds the token."""
+    def _embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """[T] -> embeddings [T, H], and their norm for the first layer."""
         rows = self.shape.vocabulary
         mine = (token_ids >= rows.start) & (token_ids < rows.stop)
-        x = torch.nn.functional.embedding(torch.where(mine, token_ids - rows.start, 0), self._embedding)
-        return x.masked_fill_(~mine[:, None], 0.0)
+        part = torch.nn.functional.embedding(torch.where(mine, token_ids - rows.start, 0), self._embedding)
+        part.masked_fill_(~mine[:, None], 0.0)  # another rank holds the token
+        weight, eps = self._layers[0].attn_norm, self.config.rms_norm_eps
+        if self._row_reduce is not None and part.shape[0] <= self._row_reduce.max_rows:
+            x = torch.zeros_like(part)
+            return x, self._row_reduce.add_norm_(part, x, weight, eps)
+        x = self._communicator.all_reduce(part)
+        return x, rms_norm(x, weight, eps)
 
     def _add_norm(self, delta: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """``x += sum of delta over ranks`` in place, and its norm."""

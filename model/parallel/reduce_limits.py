@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from antiphon.kernels.collectives.one_shot import peer_bytes
+from antiphon.kernels.collectives.two_shot import two_shot_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class ReduceLimits:
@@ -27,6 +30,11 @@ class ReduceLimits:
     def max_rows(self) -> int:
         """Most rows that take one launch."""
         return max(self.one_shot_rows, self.two_shot_rows)
+
+    def shared_bytes(self, width: int, ranks: int) -> int:
+        """Of each rank's GPU, for sums of rows of so many columns."""
+        one, two = self.one_shot_rows, self.two_shot_rows
+        return peer_bytes(one, width, ranks) + two_shot_bytes(two, width, ranks)
 
 
 BY_RANKS: dict[int, ReduceLimits] = {

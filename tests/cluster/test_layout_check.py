@@ -9,6 +9,7 @@ import pydantic
 import pytest
 import torch
 
+from antiphon.cluster import layout_check
 from antiphon.cluster.cli_config import check_file
 from antiphon.cluster.deployment import check_gpus_are_here
 from antiphon.cluster.layout_check import GIB, check_memory, gpus_of, notes, rank_needs
@@ -18,6 +19,7 @@ from antiphon.configs.schema import DeploymentConfig
 from antiphon.demo.shape import MODEL_NAME, TINY
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.model.config import PRESETS
+from antiphon.model.parallel.reduce_limits import ReduceLimits
 from antiphon.model.transformer import Transformer
 from antiphon.protocol.errors import ConfigError
 
@@ -112,6 +114,21 @@ def test_captured_chunks_are_counted_where_prompts_are_computed() -> None:
     assert token == 2 * (4 * shape.hidden_size + 2 * 80 * shape.head_dim)
     assert prefill["large"] - prefill["none"] == 2048 * token
     assert len(set(decode.values())) == 1
+
+
+def test_what_ranks_share_for_their_sums_is_counted_for_either_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two places of 8,192 bf16 rows, and a word for each row and rank; nothing on one GPU alone."""
+    shape = PRESETS["gpt-oss-20b"]
+
+    def workspaces(ranks: int) -> list[int]:
+        pool = {"tensor_parallel": ranks}
+        return [each.workspace for each in rank_needs(config(prefill=pool, decode=pool), shape)]
+
+    alone, spread = workspaces(1), workspaces(2)
+    monkeypatch.setattr(layout_check, "limits_of", lambda ranks: ReduceLimits(0))
+    shared = 2 * 8192 * 2880 * 2 + 8192 * 2 * 4
+    assert [size + shared for size in workspaces(2)] == spread
+    assert workspaces(1) == alone
 
 
 def test_fp8_projections_are_counted_with_what_quantises_their_inputs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,11 @@ from antiphon.model.checkpoint.load import fill
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.config import GptOssConfig
 from antiphon.model.forward import ForwardBatch
+from antiphon.model.parallel import cuda_load
 from antiphon.model.parallel.cuda_transformer import CudaRankTransformer
 from antiphon.model.parallel.layout import ParallelLayout
 from antiphon.model.parallel.rank_group import RankGroup
+from antiphon.model.parallel.reduce_limits import ReduceLimits, limits_of
 from antiphon.model.parallel.sharding import shard_parameters
 from antiphon.model.transformer import Transformer
 
@@ -59,10 +62,9 @@ def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 class CountedReduce:
     """Stands in for peer memory: the same sum over the communicator."""
 
-    max_rows = 4
-
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, max_rows: int = 4) -> None:
         self._group = group
+        self.max_rows = max_rows
         self.calls = 0
 
     def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -109,8 +111,70 @@ def test_the_fast_model_equals_the_plain_one(
     for logits, best, calls in results:
         assert torch.equal(logits, results[0][0]), "every rank has the same bits"
         assert torch.equal(best, results[0][1])
-        assert calls == 2 * 2 * config.num_hidden_layers, "decode steps alone take the fused sum"
+        assert calls == 2 * (1 + 2 * config.num_hidden_layers), "decode steps alone take the fused sum"
         torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-4)
+
+
+class NoSums:
+    """A communicator that must not be asked for a sum."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.rank, self.size = group.rank, group.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise AssertionError(f"a sum of {list(x.shape)} over the communicator")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy
+def test_a_chunk_of_a_rank_that_never_samples_takes_no_sum_over_the_communicator(
+    config: GptOssConfig, in_ranks: Ranks
+) -> None:
+    """Up to the rows that one launch takes; the last layer ends with its keys and values, without a sum."""
+    tokens = torch.randint(0, config.vocab_size, (19,), generator=torch.Generator().manual_seed(2))
+
+    def work(group: RankGroup) -> int:
+        layout = ParallelLayout(2, True, group.rank)
+        reduce = CountedReduce(group, max_rows=24)
+        pages = []
+        for communicator, fused in ((group.communicator, None), (NoSums(group), reduce)):
+            parameters = shard_parameters(config, layout, synthesize_parameters(config, seed=6))
+            model = CudaRankTransformer(
+                *(config, layout, communicator, parameters, torch.device("cpu")),
+                row_reduce=fused,
+                with_unembedding=False,
+                dtype=torch.float32,
+            )
+            shape = (4, len(model.shape.kv_heads), 2, 16, config.head_dim)
+            layers = [torch.zeros(shape) for _ in range(config.num_hidden_layers)]
+            model.forward(padded_chunk(tokens, 24), SimpleNamespace(layer=layers.__getitem__))
+            pages.append(torch.stack(layers))
+        assert torch.equal(*pages)
+        assert bool(pages[0][-1].any())
+        return reduce.calls
+
+    calls = 1 + 2 * (config.num_hidden_layers - 1)
+    assert in_ranks(2, work, timeout_s=120.0) == [calls, calls]
+
+
+def test_every_rank_shares_memory_for_its_sums(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of workers that sample and of those that do not, as many rows as the limits say."""
+    made: list[tuple[Any, ...]] = []
+
+    class Shared:
+        def __init__(self, store: object, communicator: Any, limits: ReduceLimits, *rest: object) -> None:
+            made.append((store, communicator.size, limits))
+            self.max_rows = limits.max_rows
+
+    monkeypatch.setattr(cuda_load, "FusedReduce", Shared)
+    store: Any = object()
+    communicator: Any = SimpleNamespace(rank=1, size=2)
+    for samples in (True, False):
+        model = cuda_load.load_cuda_rank(
+            *(tiny_directory, ParallelLayout(2, True, 1), communicator, store, torch.device("cpu")),
+            with_unembedding=samples,
+        )
+        assert model.facts()["row_reduce_rows"] == limits_of(2).max_rows
+    assert made == [(store, 2, limits_of(2))] * 2
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy
