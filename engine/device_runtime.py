@@ -154,6 +154,10 @@ class _CudaGraphs:
             after_part(part)
 
 
+_ERROR_MODE = "thread_local"
+"""Other threads use the device while this one captures: NCCL's own asks it whether a collective is over."""
+
+
 class CudaRuntime:
     """A CUDA device and the current stream of the thread that submits."""
 
@@ -185,7 +189,7 @@ class CudaRuntime:
         with torch.cuda.device(self.device):
             self._run_aside(compute)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=_ERROR_MODE):
                 output = compute()
             self._pool = graph.pool()
         return _CudaGraph(graph, output)
@@ -199,7 +203,7 @@ class CudaRuntime:
 
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=self._pool)
+            graphs[-1].capture_begin(pool=self._pool, capture_error_mode=_ERROR_MODE)
 
         def cut() -> None:
             graphs[-1].capture_end()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from antiphon.engine.device_executor import DeviceExecutor
-from antiphon.engine.device_runtime import CapturedParts, HostRuntime
+from antiphon.engine.device_runtime import CapturedParts, CudaRuntime, HostRuntime
 from antiphon.engine.events import KvWritten, PrefillComputed
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.requests import RequestKind
@@ -179,3 +181,46 @@ def test_a_model_over_ranks_has_all_of_them_replay_the_parts(kit: Any) -> None:
     model.parts_for_all_ranks = lambda captured: given.append(captured) or captured
     _loop(kit, model, HostRuntime(), (16, 32))
     assert len(given) == 2
+
+
+def test_other_threads_may_use_the_device_while_this_one_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's thread asks the device about collectives that it waits for; no capture may break on that."""
+    modes: list[str] = []
+
+    class Graph:
+        def capture_begin(self, pool: int | None, capture_error_mode: str) -> None:
+            modes.append(capture_error_mode)
+
+        def capture_end(self) -> None: ...
+
+        def pool(self) -> int:
+            return 7
+
+    class Stream:
+        def wait_stream(self, stream: Stream) -> None: ...
+
+    @contextmanager
+    def recording(graph: Graph, pool: int | None, capture_error_mode: str) -> Iterator[None]:
+        modes.append(capture_error_mode)
+        yield
+
+    for name, stand_in in {
+        "CUDAGraph": Graph,
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": nullcontext,
+        "device": nullcontext,
+        "graph": recording,
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    def in_three(cut: Callable[[], None]) -> Tensor:
+        cut()
+        cut()
+        return torch.zeros(1)
+
+    runtime = CudaRuntime(torch.device("cuda"))
+    runtime.capture(lambda: torch.zeros(1))
+    runtime.capture_parts(in_three)
+    assert modes == ["thread_local"] * 4
