@@ -41,7 +41,7 @@ class _Collectives(Protocol):
     """What gloo's and NCCL's process groups have in common; torch types it for neither."""
 
     def allreduce(self, tensors: list[Tensor]) -> dist.Work: ...
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work: ...
+    def _allgather_base(self, output: Tensor, input: Tensor) -> dist.Work: ...  # straight into one tensor
     def broadcast(self, tensor: Tensor, root: int) -> dist.Work: ...
     def set_timeout(self, timeout: timedelta) -> None: ...
     def abort(self) -> None: ...
@@ -232,7 +232,7 @@ class GroupCommunicator:
         """
         x = x.contiguous()
         out = x.new_empty((self._size, *x.shape))
-        self._wait("all_gather", self._live().allgather([list(out.unbind(0))], [x]))
+        self._wait("all_gather", self._live()._allgather_base(out.view(-1), x.view(-1)))
         return out
 
     def broadcast(self, x: Tensor) -> Tensor:
