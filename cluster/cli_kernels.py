@@ -12,6 +12,7 @@ from antiphon.kernels.attention import fp8_hopper, prefill_hopper
 from antiphon.kernels.collectives import peer_reduce
 from antiphon.kernels.cuda_library import CudaLibrary, KernelLibraryError
 from antiphon.kernels.dense import skinny
+from antiphon.kernels.ipc.library import LIBRARY as IPC_LIBRARY
 from antiphon.kernels.moe import build as moe
 from antiphon.model.parallel.layout import ParallelLayout
 from antiphon.protocol.errors import AntiphonError, ConfigError
@@ -23,6 +24,7 @@ LIBRARIES: tuple[CudaLibrary, ...] = (
     fp8_hopper.LIBRARY,
     peer_reduce.LIBRARY,
     page_copy.LIBRARY,
+    IPC_LIBRARY,
 )
 """Every library that a worker on an H200 loads."""
 

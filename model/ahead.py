@@ -27,6 +27,7 @@ from antiphon.kernels.dense import skinny
 from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write
 from antiphon.kernels.fp8_pages import Fp8Pages, head_bytes
+from antiphon.kernels.ipc.library import LIBRARY as IPC_LIBRARY
 from antiphon.kernels.moe import build as moe_build
 from antiphon.kernels.reference import MXFP4_BLOCK, ExpertMatrix, PagedSequences
 from antiphon.kernels.router import route
@@ -203,7 +204,7 @@ def launch_all(config: GptOssConfig, shape: WorkerShape, device: torch.device | 
 
 def libraries(shape: WorkerShape) -> tuple[CudaLibrary, ...]:
     """The CUDA libraries that each rank of a worker loads on an H200."""
-    pages = (page_copy.LIBRARY, *((fp8_hopper.LIBRARY,) if shape.fp8_kv else ()))
+    pages = (page_copy.LIBRARY, IPC_LIBRARY, *((fp8_hopper.LIBRARY,) if shape.fp8_kv else ()))
     if shape.layout.tensor_parallel == 1:
         return (skinny.LIBRARY, moe_build.LIBRARY, prefill_hopper.LIBRARY, *pages)
     experts = (moe_build.LIBRARY,) if shape.layout.expert_parallel else ()

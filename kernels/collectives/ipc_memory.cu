@@ -1,41 +1,10 @@
 // Memory of a GPU that other processes of the host map: CUDA's own calls, which know nothing of torch's allocator.
-//
-// Every call takes the device, and leaves the calling thread's as it was. A failure is returned, and not left behind for
-// the next launch to find.
-
-#include <cuda_runtime.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 
-namespace antiphon {
-namespace {
-
-class OnDevice {
- public:
-  explicit OnDevice(int device) : status_(cudaGetDevice(&before_)) {
-    if (status_ == cudaSuccess) status_ = cudaSetDevice(device);
-  }
-  ~OnDevice() { cudaSetDevice(before_); }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-  cudaError_t status() const { return status_; }
-
- private:
-  int before_ = 0;
-  cudaError_t status_;
-};
-
-template <typename Call>
-int on(int device, Call call) {
-  const OnDevice here(device);
-  const cudaError_t status = here.status() == cudaSuccess ? call() : here.status();
-  if (status != cudaSuccess) cudaGetLastError();
-  return status;
-}
-
-}  // namespace
-}  // namespace antiphon
+#include "../ipc/on_device.cuh"
 
 // Zeroed, and seen to be so, when it returns. The handle is sizeof(cudaIpcMemHandle_t) bytes.
 extern "C" int antiphon_ipc_allocate(int device, size_t size_bytes, void** address, void* handle) {
@@ -53,6 +22,28 @@ extern "C" int antiphon_ipc_allocate(int device, size_t size_bytes, void** addre
       return status;
     }
     std::memcpy(handle, &made, sizeof made);
+    return cudaSuccess;
+  });
+}
+
+// The handle of the whole allocation that an address lies in, whoever made it, and how far into it the address is.
+extern "C" int antiphon_ipc_export(int device, uint64_t address, void* handle, uint64_t* offset, uint64_t* left) {
+  return antiphon::on(device, [=] {
+    using AddressRange = int (*)(unsigned long long*, size_t*, unsigned long long);
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaError_t status = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &found, 12000, cudaEnableDefault, &result);
+    if (status != cudaSuccess) return status;
+    if (result != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
+    unsigned long long base = 0;
+    size_t size = 0;
+    if (reinterpret_cast<AddressRange>(found)(&base, &size, address) != 0) return cudaErrorInvalidDevicePointer;
+    cudaIpcMemHandle_t made{};
+    status = cudaIpcGetMemHandle(&made, reinterpret_cast<void*>(base));
+    if (status != cudaSuccess) return status;
+    std::memcpy(handle, &made, sizeof made);
+    *offset = address - base;
+    *left = size - *offset;
     return cudaSuccess;
   });
 }

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from antiphon.kernels.collectives.peer_reduce import library
+from antiphon.kernels.ipc.library import library
 
 HANDLE_BYTES = 64
 """Of a ``cudaIpcMemHandle_t``."""
@@ -16,7 +16,7 @@ GRANULE_BYTES = 2 << 20
 
 
 class IpcMemoryError(RuntimeError):
-    """CUDA did not allocate, open, close or free; the message has its reason."""
+    """CUDA did not allocate, export, open, close or free; the message has its reason."""
 
 
 class IpcMemory(Protocol):
@@ -27,6 +27,13 @@ class IpcMemory(Protocol):
 
         Raises:
             IpcMemoryError: there is no room, or the device's memory cannot be opened by others.
+        """
+
+    def export(self, address: int, size_bytes: int) -> tuple[bytes, int]:
+        """The handle of the whole allocation that these bytes lie in, and how far into it they begin.
+
+        Raises:
+            IpcMemoryError: they are not of one allocation, or of one that cannot be opened by others.
         """
 
     def open(self, handle: bytes) -> int:
@@ -69,6 +76,19 @@ class CudaIpcMemory:
         status = self._library.antiphon_ipc_allocate(self._device, whole, ctypes.byref(address), handle)
         self._check(status, f"{whole} bytes")
         return address.value or 0, handle.raw
+
+    def export(self, address: int, size_bytes: int) -> tuple[bytes, int]:
+        """See IpcMemory; torch's allocations too, unless they are of expandable segments."""
+        handle = ctypes.create_string_buffer(HANDLE_BYTES)
+        offset, left = ctypes.c_uint64(), ctypes.c_uint64()
+        what = f"export of {size_bytes} bytes at {address:#x}"
+        status = self._library.antiphon_ipc_export(
+            self._device, address, handle, ctypes.byref(offset), ctypes.byref(left)
+        )
+        self._check(status, f"{what} (memory of expandable segments has no handle)")
+        if left.value < size_bytes:
+            raise IpcMemoryError(f"{what} on cuda:{self._device}: its allocation ends after {left.value}")
+        return handle.raw, offset.value
 
     def open(self, handle: bytes) -> int:
         """See IpcMemory.

@@ -15,7 +15,7 @@ from antiphon.kernels.cuda_library import CudaLibrary
 _HERE = Path(__file__).parent
 LIBRARY = CudaLibrary(
     "peer_reduce",
-    (_HERE / "one_shot.cu", _HERE / "two_shot.cu", _HERE / "ipc_memory.cu"),
+    (_HERE / "one_shot.cu", _HERE / "two_shot.cu"),
     headers=(_HERE / "peer_reduce.cuh",),
 )
 MAX_RANKS = 8
@@ -35,11 +35,6 @@ def library() -> ctypes.CDLL:
     sizes = (ctypes.c_float, *(number,) * 5, pointer)
     found.antiphon_one_shot_add_norm.argtypes = [pointer, pointer, *tensors, *sizes]
     found.antiphon_two_shot_add_norm.argtypes = [pointer, pointer, pointer, pointer, *tensors, *sizes]
-    found.antiphon_ipc_allocate.argtypes = [number, ctypes.c_size_t, pointer, pointer]
-    found.antiphon_ipc_open.argtypes = [number, pointer, pointer]
-    found.antiphon_ipc_close.argtypes = found.antiphon_ipc_free.argtypes = [number, pointer]
-    found.antiphon_ipc_reason.argtypes = [number]
-    found.antiphon_ipc_reason.restype = ctypes.c_char_p
     return found
 
 

@@ -204,11 +204,11 @@ def test_which_libraries_a_layout_needs() -> None:
         "    print(*(library.name for library in libraries(shape)))\n"
     )
     assert run(Path("/nowhere"), code) == [
-        *["skinny moe prefill_attention page_copy"] * 2,
-        *("prefill_attention peer_reduce page_copy", "prefill_attention page_copy"),
-        *("prefill_attention moe peer_reduce page_copy", "prefill_attention moe page_copy"),
-        "skinny moe prefill_attention page_copy fp8_attention",
-        "prefill_attention page_copy fp8_attention",
+        *["skinny moe prefill_attention page_copy ipc"] * 2,
+        *("prefill_attention peer_reduce page_copy ipc", "prefill_attention page_copy ipc"),
+        *("prefill_attention moe peer_reduce page_copy ipc", "prefill_attention moe page_copy ipc"),
+        "skinny moe prefill_attention page_copy ipc fp8_attention",
+        "prefill_attention page_copy ipc fp8_attention",
     ]
 
 

@@ -1,0 +1,45 @@
+// Streams and events of the copies between GPUs. A copy is one call from the host: wait, launch, record.
+
+#include <cstdint>
+
+#include "on_device.cuh"
+
+extern "C" int antiphon_run_copy(const int64_t* rows, int count, int blocks, void* stream);
+
+// Ahead of the model's steps: a copy is short, and a peer waits for it.
+extern "C" int antiphon_copy_stream_make(int device, void** stream) {
+  return antiphon::on(device, [=] {
+    int least = 0, greatest = 0;
+    const cudaError_t status = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    if (status != cudaSuccess) return status;
+    return cudaStreamCreateWithPriority(reinterpret_cast<cudaStream_t*>(stream), cudaStreamNonBlocking, greatest);
+  });
+}
+
+extern "C" int antiphon_copy_event_make(int device, void** event) {
+  return antiphon::on(device, [=] {
+    return cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event), cudaEventDisableTiming);
+  });
+}
+
+// after: an event of this device that was recorded, or null. done: an event that nothing waits for any more.
+extern "C" int antiphon_copy_begin(int device, const int64_t* rows, int count, int blocks, void* stream, void* after,
+                                   void* done) {
+  return antiphon::on(device, [=] {
+    cudaError_t status = cudaSuccess;
+    if (after != nullptr) {
+      status = cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), static_cast<cudaEvent_t>(after), 0);
+    }
+    if (status == cudaSuccess) status = static_cast<cudaError_t>(antiphon_run_copy(rows, count, blocks, stream));
+    // Also after a failure: of a long list, some may have been launched.
+    const cudaError_t recorded = cudaEventRecord(static_cast<cudaEvent_t>(done), static_cast<cudaStream_t>(stream));
+    return status == cudaSuccess ? recorded : status;
+  });
+}
+
+// cudaSuccess when it is over, cudaErrorNotReady while it is not, or what ended the device's work.
+extern "C" int antiphon_copy_state(void* done) {
+  const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(done));
+  if (status != cudaSuccess) cudaGetLastError();
+  return status;
+}

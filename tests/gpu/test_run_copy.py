@@ -1,0 +1,121 @@
+"""Copies of runs of bytes on one GPU and between two, into memory that another process exported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from antiphon.kernels.ipc.run_copy import RunCopier, RunningCopy
+
+SCRIPT = Path(__file__).parent / "memory_owner.py"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def finish(copy: RunningCopy) -> None:
+    deadline = time.monotonic() + 30
+    while not copy.done():
+        assert time.monotonic() < deadline
+
+
+def check(lengths: list[int], blocks: int, target_device: int) -> None:
+    """Every run arrives; what lies between runs stays."""
+    gap, source_device = 64, torch.device("cuda", 0)
+    size = sum(lengths) + gap * len(lengths)
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=source_device)
+    target = torch.full((size,), 0xAB, dtype=torch.uint8, device=torch.device("cuda", target_device))
+    expected = target.cpu()
+    order, places, at = torch.randperm(len(lengths)).tolist(), {}, 0
+    for index in order:
+        places[index] = at
+        at += lengths[index] + gap
+    rows, to, held = [], 0, source.cpu()
+    for index, length in enumerate(lengths):
+        rows.append((source.data_ptr() + places[index], target.data_ptr() + to, length))
+        expected[to : to + length] = held[places[index] : places[index] + length]
+        to += length + gap
+    torch.cuda.synchronize(target.device)
+    torch.cuda.synchronize(source_device)
+    finish(RunCopier(source_device, blocks).copy(np.array(rows, dtype=np.int64)))
+    assert torch.equal(target.cpu(), expected)
+
+
+LENGTHS = {
+    "one word": [16],
+    "one run": [50_331_648],
+    "pages of a group": [393_216] * 131,
+    "thousands of short runs": [16 * (1 + index % 200) for index in range(5000)],
+}
+
+
+@pytest.mark.parametrize("blocks", [1, 8, 32, 264])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_runs_arrive_and_nothing_else_changes(lengths: list[int], blocks: int) -> None:
+    check(lengths, blocks, 0)
+
+
+def test_a_run_of_no_whole_words_is_refused() -> None:
+    memory = torch.zeros(256, dtype=torch.uint8, device="cuda")
+    rows = np.array([(memory.data_ptr(), memory.data_ptr() + 128, 24)], dtype=np.int64)
+    with pytest.raises(ValueError, match="run 0: 24 bytes"):
+        RunCopier(torch.device("cuda")).copy(rows)
+
+
+def test_a_copy_waits_for_its_event_and_one_without_does_not() -> None:
+    memory = torch.zeros(3, 4096, dtype=torch.uint8, device="cuda")
+    copier, event = RunCopier(torch.device("cuda")), torch.cuda.Event()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    memory[0].fill_(7)
+    event.record()
+    late, now = memory[0].data_ptr(), memory[1].data_ptr()
+    waiting = copier.copy(np.array([(late, now, 4096)], dtype=np.int64), event.cuda_event)
+    ready = copier.copy(np.array([(now, memory[2].data_ptr(), 4096)], dtype=np.int64))
+    finish(ready)
+    assert not waiting.done()
+    finish(waiting)
+    assert memory[1].eq(7).all()
+
+
+@pytest.mark.parametrize("devices", [1, 2], ids=["one GPU", "two GPUs"])
+@pytest.mark.parametrize("sees_all", [True, False], ids=["both seen", "its own seen"])
+def test_what_another_process_exported_is_written(devices: int, sees_all: bool) -> None:
+    """The other process holds torch's memory; this one's child maps it, writes it, and closes it."""
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} CUDA devices")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:devices]
+    mine, theirs = (visible, visible) if sees_all else (visible[:1], visible[-1:])
+    owner = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "own", str(len(theirs) - 1)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(theirs)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert owner.stdout is not None
+        exported = owner.stdout.readline().split()
+        writer = subprocess.run(
+            [sys.executable, str(SCRIPT), "write", *exported],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(mine)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert "written and closed" in writer.stdout, writer.stdout + writer.stderr
+        said, _ = owner.communicate("written\n", timeout=120)
+        assert "as it was written, and nothing else" in said
+    finally:
+        owner.kill()
+        owner.wait()
