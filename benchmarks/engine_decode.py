@@ -110,11 +110,17 @@ def decode_spread(bench: Bench, batch: int, context: int) -> float:
 
 
 class DecodeSteps:
-    """Steps of several batches at one context, in one engine whose graphs were captured once."""
+    """Steps of several batches at one context, in one engine whose graphs were captured once.
 
-    def __init__(self, bench: Bench, largest_batch: int, context: int, steps: int) -> None:
+    Args:
+        graphs: steps are replayed from them, and not issued launch by launch.
+    """
+
+    def __init__(
+        self, bench: Bench, largest_batch: int, context: int, steps: int, *, graphs: bool = True
+    ) -> None:
         self._bench, self._context, self._steps = bench, context, steps
-        self._engine = DecodingEngine(bench, largest_batch, context, WARMUP_STEPS + steps, graphs=True)
+        self._engine = DecodingEngine(bench, largest_batch, context, WARMUP_STEPS + steps, graphs=graphs)
 
     def point(self, batch: int, spread: float) -> Record:
         """Median step of a batch; ``spread`` is what is known of how it spreads over the experts."""

@@ -5,9 +5,10 @@ Each rank is a process. ``--parts`` picks among
     sums        sum + residual + norm of 1 to 8,192 rows in every way, and where one overtakes another
     agreement   argmax at every position of a prompt, and of decode steps, against the same model on one GPU
     steps       decode steps as graphs and prefill chunks of a published shape, random weights; GPUs only
-    engine      an engine on rank 0 whose graphs all ranks replay, against the same engine on one GPU; last
+    texts       an engine on rank 0 whose graphs all ranks replay, against the same engine on one GPU; last
 
-``--device cpu`` runs the same road over gloo with plain torch.
+``--device cpu`` runs the same road over gloo with plain torch. The time of steps and prompts through the real
+engine is ``rank_engine``'s.
 
     python -m antiphon.benchmarks.rank_steps --ranks 2 --parts sums,agreement,steps --model gpt-oss-20b
 """
@@ -116,7 +117,7 @@ def engine_texts(
     return texts, statistics.median(gaps) * 1e3
 
 
-def engine(rank: Rank, model: str, batch: int = 8, length: int = 64) -> None:
+def texts(rank: Rank, model: str, batch: int = 8, length: int = 64) -> None:
     """The same texts as one GPU's as far as near ties allow, and what a step costs with its commands."""
     about = subject(model)
     layout = rank.layouts()[0]
@@ -136,10 +137,10 @@ def engine(rank: Rank, model: str, batch: int = 8, length: int = 64) -> None:
         return
     leader = LeaderModel(spread, rank.group)
     leader.start()
-    texts, step_ms = engine_texts(leader, rank.device, kv_heads, batch, length)
+    found, step_ms = engine_texts(leader, rank.device, kv_heads, batch, length)
     leader.close()
     agreeing = [
-        next((i for i, (a, b) in enumerate(zip(texts[r], expected[r], strict=True)) if a != b), length)
+        next((i for i, (a, b) in enumerate(zip(found[r], expected[r], strict=True)) if a != b), length)
         for r in expected
     ]
     extra = {**extra, "equal_tokens_of": [sum(agreeing), batch * length]}
@@ -155,7 +156,7 @@ def run_rank(rank: int, options: argparse.Namespace, port: int) -> None:
         "sums": lambda: sums(mine),
         "agreement": lambda: agreement(mine, options.model),
         "steps": lambda: steps(mine, options.model, batches, prompts, options.context),
-        "engine": lambda: engine(mine, options.model, *((8, 64) if mine.fast else (2, 8))),
+        "texts": lambda: texts(mine, options.model, *((8, 64) if mine.fast else (2, 8))),
     }
     for name in options.parts.split(","):
         try:

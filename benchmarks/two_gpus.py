@@ -2,9 +2,11 @@
 
 Each part is a process of its own with a limit of its own, so that one that hangs or breaks leaves the others
 their time; parts write their results as they come, so what was measured before that is kept, and what they
-say is kept in ``log.txt``. Ends with 1 if any part did.
+say is kept in ``log.txt``. Ends with 1 if any part did. Not all parts have time in one go; a second takes
+those that are left, by their names.
 
     python -m antiphon.benchmarks.two_gpus --out results
+    python -m antiphon.benchmarks.two_gpus --out results --only "engine 20b TP2|engine 120b TP2"
 
 ``--device cpu`` runs the same road with small shapes on a machine without a GPU.
 """
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from antiphon.benchmarks.parts import Log, Part, build_kernels, module, run_all
 
+CHUNK_TEST = "tests/gpu/test_rank_chunks_cuda.py"
 TESTS = (
     "tests/gpu/test_peer_memory_cuda.py",
     "tests/model/test_parallel_nccl.py",
@@ -35,7 +38,6 @@ def gpu_parts(out: Path, model: str) -> tuple[Part, ...]:
     """
     records = ("--out", out / "records.json")
     hand_off = ("--compute-ms", "8192:80,32768:400,131072:2400", "--out", out / "transfer.json")
-    quick = ("--batches", "1,8,32,128", "--prefill", "1024,8192", *records)
     streams = ("--tokens", "1024,8192,32768", "--seconds", "8", "--repeats", "3", *records)
     pair = ("--config", CONFIGS / "two-gpus-20b.yaml", *records)
     synthesize = ("checkpoint", "synthesize", model, "--like", "gpt-oss-20b", "--device", "cuda")
@@ -44,23 +46,30 @@ def gpu_parts(out: Path, model: str) -> tuple[Part, ...]:
         file = out / f"transfer_{name}.json"
         return module("kv_handoff", "--tokens", "8192", "--repeats", "3", *arguments, "--out", file)
 
+    def engine(size: str, layout: str, limit_s: float) -> Part:
+        arguments = ("--model", f"gpt-oss-{size}", "--layout", layout, "--seconds", f"{limit_s - 10:g}")
+        return Part(f"engine {size} {layout}", module("rank_engine", *arguments, *records), limit_s)
+
     return (
         Part("sums", module("rank_steps", "--parts", "sums", *records), 60),
         Part("hand-off", module("kv_handoff", *hand_off), 70),
         Part(
             "agreement", module("rank_steps", "--parts", "agreement", "--model", "gpt-oss-tiny", *records), 60
         ),
-        Part("steps 20b", module("rank_steps", "--parts", "steps", *quick), 75),
+        engine("20b", "TP2 EP2", 100),
+        engine("120b", "TP2 EP2", 130),
+        Part("chunks over ranks", ("-m", "pytest", "-q", "-m", "gpu", CHUNK_TEST), 170),
         Part("workers", module("worker_pair", *streams), 110),
         Part("served demo", module("served_pair", "--model", "gpt-oss-tiny", *pair), 150),
-        Part("engine", module("rank_steps", "--parts", "engine", *records), 60),
+        Part("texts", module("rank_steps", "--parts", "texts", *records), 60),
         Part("agreement 20b", module("rank_steps", "--parts", "agreement", *records), 60),
         Part("hand-off, slots of 16 MiB", slots("slot_16", "--slot-mib", "16"), 25),
         Part("hand-off, slots of 32 MiB", slots("slot_32", "--slot-mib", "32"), 25),
         Part("hand-off, pages directly", slots("direct", "--slots", "0"), 30),
         Part("synthesize 20b", ("-m", "antiphon.cluster.cli", *synthesize), 60),
         Part("served 20b", module("served_pair", "--model", model, "--split-only", *pair), 120),
-        Part("steps 120b", module("rank_steps", "--parts", "steps", "--model", "gpt-oss-120b", *quick), 90),
+        engine("20b", "TP2", 130),
+        engine("120b", "TP2", 160),
         Part("tests", ("-m", "pytest", "-q", "-m", "gpu", *TESTS), 90),
     )
 
@@ -71,13 +80,19 @@ def cpu_parts(out: Path) -> tuple[Part, ...]:
     demo = ("--model", "gpt-oss-tiny")
     small = ("--model", "tiny", *cpu, "--tokens", "256,512", "--repeats", "2")
     pair = ("--config", CONFIGS / "local-cpu.yaml", *records)
+    prompts = ("--prompts", "130", "--batches", "1,2", "--context", "140", "--steps", "3", "--repeats", "1")
     streams = ("--streams", "2", "--context", "256", "--seconds", "2", *records)
     return (
         Part("sums", module("rank_steps", *cpu, "--parts", "sums", *records), 60),
         Part("hand-off", module("kv_handoff", *small, "--out", out / "transfer.json"), 60),
         Part("agreement", module("rank_steps", *cpu, "--parts", "agreement", *demo, *records), 200),
         Part("workers", module("worker_pair", *small, *streams), 120),
-        Part("engine", module("rank_steps", *cpu, "--parts", "engine", *demo, *records), 120),
+        Part("texts", module("rank_steps", *cpu, "--parts", "texts", *demo, *records), 120),
+        Part(
+            "engine",
+            module("rank_engine", "--model", "tiny", *cpu, *prompts, "--chunk", "128", *records),
+            120,
+        ),
         Part("served demo", module("served_pair", *demo, *pair), 300),
     )
 

@@ -77,6 +77,8 @@ class RankBench(Bench):
     kv_heads: int
     road: str
     """Which kernels each rank runs."""
+    replays_chunks: bool = False
+    """Chunks of prompts are graphs that all ranks replay; by default workers of several GPUs launch them."""
 
     def settings(
         self,
@@ -91,14 +93,20 @@ class RankBench(Bench):
         """As ``Bench.settings``, with the cache that the other ranks have.
 
         Args:
-            chunk_graphs: without effect: workers of several GPUs issue chunks launch by launch by default.
+            chunk_graphs: only where the bench ``replays_chunks``.
 
         Raises:
             BenchmarkError: it is too small for these sequences.
         """
         graphs = graphs and self.device.type == "cuda"
         needed = Bench.settings(
-            self, sequences=sequences, tokens=tokens, chunk=chunk, graphs=graphs, prefix_cache=prefix_cache
+            self,
+            sequences=sequences,
+            tokens=tokens,
+            chunk=chunk,
+            graphs=graphs,
+            chunk_graphs=chunk_graphs and self.replays_chunks,
+            prefix_cache=prefix_cache,
         )
         if needed.full_pages > self.pages.full or needed.sliding_pages > self.pages.sliding:
             raise BenchmarkError(

@@ -59,7 +59,7 @@ def test_an_unknown_part_is_refused_before_anything_starts(
     with pytest.raises(SystemExit):
         main(["--out", str(tmp_path / "out"), "--only", "sums|nonsense"])
     assert "no such part: nonsense" in capsys.readouterr().err
-    assert main(["--out", str(tmp_path / "out"), "--list", "--only", "sums|engine"]) == 0
+    assert main(["--out", str(tmp_path / "out"), "--list", "--only", "sums|texts"]) == 0
     assert capsys.readouterr().out.count("\n") == 2
     assert not (tmp_path / "out").exists()
 

@@ -34,6 +34,6 @@ def test_a_sum_in_one_launch_is_the_librarys_bit_for_bit(tmp_path: Path) -> None
 
 
 def test_graphs_of_two_ranks_say_what_one_gpu_says(tmp_path: Path) -> None:
-    over_ranks = records_of("engine", tmp_path / "engine.json")[-1]
+    over_ranks = records_of("texts", tmp_path / "texts.json")[-1]
     equal, tokens = over_ranks["equal_tokens_of"]  # type: ignore[misc]
     assert equal > 0.5 * tokens, "random weights have near ties, after which texts part"
