@@ -27,7 +27,7 @@ from antiphon.engine.events import (
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.rejection import RequestRejected
 from antiphon.protocol.codec import decode
-from antiphon.protocol.errors import WireError
+from antiphon.protocol.errors import TRANSFER_STAGES, WireError
 from antiphon.protocol.identity import Role
 from antiphon.protocol.kv_messages import (
     AnnounceWrites,
@@ -52,6 +52,7 @@ from antiphon.protocol.staging_messages import StagingMessage
 
 _log = logging.getLogger(__name__)
 _MAX_UNACKNOWLEDGED_BATCHES = 4096
+_FAILURE_STAGES = (*TRANSFER_STAGES, "compute")
 
 
 class DecodeDispatch:
@@ -99,23 +100,24 @@ class DecodeDispatch:
 
     def on_message(self, peer: Peer, message: object) -> None:
         """One message of a peer; a stale or misdirected one is dropped and counted."""
-        match message:
-            case GenerateRequest():
+        match peer.role, message:
+            case Role.ROUTER, GenerateRequest():
                 self._on_generate(peer, message)
-            case AbortRequest():
+            case Role.ROUTER, AbortRequest():
                 self._on_abort(peer, message)
-            case TokensAck():
+            case Role.ROUTER, TokensAck():
                 self._on_ack(peer, message)
-            case KvHello():
+            case Role.PREFILL, KvHello():
                 self._greeter.on_hello(peer, message)
-            case KvProbe():
+            case Role.PREFILL, KvProbe():
                 self._greeter.on_probe(peer, message)
-            case AnnounceWrites():
+            case Role.PREFILL, AnnounceWrites():
                 self.receiver.on_announce(peer, message)
-            case WritesDrained():
+            case Role.PREFILL, WritesDrained():
                 self.receiver.on_drained(peer, message)
-            case WritesFailed():
-                self._counters[f"failures_{message.stage}"] += 1
+            case Role.PREFILL, WritesFailed():
+                stage = message.stage if message.stage in _FAILURE_STAGES else "unknown"
+                self._counters[f"failures_{stage}"] += 1
                 self.receiver.on_failed(peer, message)
             case _:
                 self._counters["messages_misdirected"] += 1

@@ -23,7 +23,7 @@ from antiphon.kv_transfer.step_fences import StepFences
 from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
 from antiphon.kv_transfer.transport import Copies, Transport, TransportFactory
 from antiphon.protocol.codec import decode
-from antiphon.protocol.errors import TransferError, WireError
+from antiphon.protocol.errors import HandshakeError, TransferError, WireError
 from antiphon.protocol.identity import KvFingerprint
 from antiphon.protocol.kv_messages import MemoryRegion, RankMemory, WriteKey
 from antiphon.protocol.rank_messages import ShipOrder
@@ -228,6 +228,11 @@ class KvEndpoint:
         kv = self._peers.get(peer)
         if kv is None:
             return failed(TransferError("handshake", f"not connected to {peer.worker_id}"))
+        try:
+            wanted = {"full": order.full, "sliding": order.sliding}
+            kv.check_pages({group: [theirs for _, theirs in pairs] for group, pairs in wanted.items()})
+        except HandshakeError as error:
+            return failed(TransferError("post", str(error)))
         slots = self._slots.get(peer)
         if slots is not None and self._sender is not None:
             return self._sender.ship(kv, slots, order, lambda: self._fences.passed(order.ready_after))

@@ -13,6 +13,9 @@ from antiphon.protocol.kv_messages import KvHello, KvWelcome, MemoryRegion, Rank
 
 STAGING = "staging"
 """Name of the region that holds a rank's staging slots."""
+_ADDRESSES = 2**63
+"""No address is as high as that, so offsets and lengths fit into 64 signed bits."""
+_DEVICES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +26,12 @@ class RankPages:
     agent_name: str
     spans: Mapping[str, Memory]
     """Page group -> its registered memory, page after page."""
+    pages: Mapping[str, int]
+    """Page group -> how many."""
     staging: Memory | None = None
     """Its slots, one after the other; None when it has none."""
     slot_bytes: int = 0
+    slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,18 @@ class PeerKv:
     def agent_names(self) -> frozenset[str]:
         """Transfer agents of its ranks."""
         return frozenset(rank.agent_name for rank in self.ranks)
+
+    def check_pages(self, wanted: Mapping[str, Sequence[int]]) -> None:
+        """Refuse pages (page group -> pages) that not all of its ranks have.
+
+        Raises:
+            HandshakeError: names the group and the first such pages.
+        """
+        for group, pages in wanted.items():
+            has = min(rank.pages.get(group, 0) for rank in self.ranks)
+            outside = [page for page in pages if not 0 <= page < has]
+            if outside:
+                raise HandshakeError(f"{group} pages {outside[:3]} of {self.worker_id}, which has {has}")
 
 
 def agent_name(worker_id: str, epoch: int, rank: int) -> str:
@@ -72,7 +90,9 @@ def rank_pages(layouts: Mapping[str, GroupLayout], tensor_parallel: int, memory:
         HandshakeError: a group is missing, or its pages have another size.
     """
     shard = Shard(tensor_parallel, memory.rank)
-    spans = {}
+    for each in memory.regions:
+        _check_region(memory.rank, each)
+    spans, pages = {}, {}
     for group, layout in layouts.items():
         region = next((region for region in memory.regions if region.group == group), None)
         if region is None:
@@ -82,34 +102,62 @@ def rank_pages(layouts: Mapping[str, GroupLayout], tensor_parallel: int, memory:
                 f"{group} pages of rank {memory.rank}: {region.page_bytes} bytes there, "
                 f"{layout.page_bytes(shard)} by the fingerprint"
             )
-        spans[group] = span_of(region)
+        spans[group], pages[group] = span_of(region), region.pages
     staging = next((region for region in memory.regions if region.group == STAGING), None)
     if staging is None:
-        return RankPages(shard, memory.agent_name, spans)
-    return RankPages(shard, memory.agent_name, spans, span_of(staging), staging.page_bytes)
+        return RankPages(shard, memory.agent_name, spans, pages)
+    slots = span_of(staging), staging.page_bytes, staging.pages
+    return RankPages(shard, memory.agent_name, spans, pages, *slots)
+
+
+def _check_region(rank: int, region: MemoryRegion) -> None:
+    """Numbers of a memory that can be: with others the arithmetic of addresses would not hold."""
+    size = region.pages * region.page_bytes
+    if region.pages < 1 or region.page_bytes < 0 or not 0 <= region.address < _ADDRESSES - size:
+        raise HandshakeError(
+            f"{region.group} memory of rank {rank}: {region.pages} pages of {region.page_bytes} bytes at "
+            f"{region.address}"
+        )
+    if region.memory not in ("DRAM", "VRAM") or not 0 <= region.device < _DEVICES:
+        raise HandshakeError(f"{region.group} memory of rank {rank}: {region.memory} {region.device}")
 
 
 def check_peer(mine: KvFingerprint, theirs: KvHello | KvWelcome) -> PeerKv:
     """The peer's pages, if its KV means the same as ours.
 
     Raises:
-        HandshakeError: it does not; one line names every difference with both values.
+        HandshakeError: it does not; one line names every difference with both values. Or what it says of its
+            memory cannot be.
     """
     differences = mine.differences(theirs.fingerprint)
     if differences:
         raise HandshakeError("; ".join(differences))
-    if [memory.rank for memory in theirs.ranks] != list(range(theirs.tensor_parallel)):
-        raise HandshakeError(
-            f"{theirs.worker_id} has {theirs.tensor_parallel} ranks and describes "
-            f"{[memory.rank for memory in theirs.ranks]}"
-        )
+    numbers = [memory.rank for memory in theirs.ranks]
+    if not numbers or len(numbers) != theirs.tensor_parallel or numbers != list(range(len(numbers))):
+        raise HandshakeError(f"{theirs.worker_id} has {theirs.tensor_parallel} ranks and describes {numbers}")
     for memory in theirs.ranks:
         expected = agent_name(theirs.worker_id, theirs.epoch, memory.rank)
         if memory.agent_name != expected:
             raise HandshakeError(f"a transfer agent is named {memory.agent_name}, not {expected}")
     layouts = group_layouts(mine)
     ranks = tuple(rank_pages(layouts, theirs.tensor_parallel, memory) for memory in theirs.ranks)
-    return PeerKv(theirs.worker_id, theirs.epoch, ranks)
+    kv = PeerKv(theirs.worker_id, theirs.epoch, ranks)
+    if isinstance(theirs, KvWelcome):
+        kv.check_pages({group: (page,) for group, page in theirs.probe_pages.items()})
+        _check_slots(kv, theirs.staging)
+    return kv
+
+
+def _check_slots(kv: PeerKv, granted: tuple[int, int] | None) -> None:
+    if granted is None:
+        return
+    first, count = granted
+    for rank in kv.ranks:
+        if first < 0 or count < 1 or first + count > rank.slots:
+            raise HandshakeError(
+                f"slots {first} .. {first + count - 1} of rank {rank.shard.rank} of {kv.worker_id}, "
+                f"which has {rank.slots}"
+            )
 
 
 def page_pairs(

@@ -244,12 +244,7 @@ class RankLinks:
     def on_message(self, peer: Peer, message: object) -> None:
         """See LinkHandler."""
         if isinstance(message, RankReady):
-            number = message.memory.rank
-            gone = f"rank {number} of {self._node.me.worker_id} is gone"
-            rank = RemoteRank(lambda m: self._node.send(peer, m), message.memory, gone)
-            self._ranks[number] = self._by_peer[peer] = rank
-            if sorted(self._ranks) == list(range(1, self._size)):
-                self._everyone.set_result(tuple(rank for _, rank in sorted(self._ranks.items())))
+            self._on_ready(peer, message.memory)
         elif isinstance(message, RankAnswer) and peer in self._by_peer:
             rank = self._by_peer[peer]
             for sample in message.writes:
@@ -259,6 +254,18 @@ class RankLinks:
             self._on_landed(message.sender, message.notification)
         else:
             _log.warning("%s sent a %s to rank 0", peer, type(message).__name__)
+
+    def _on_ready(self, peer: Peer, memory: RankMemory) -> None:
+        number, worker_id = memory.rank, self._node.me.worker_id
+        expected = 1 <= number < self._size and peer.worker_id == rank_name(worker_id, number)
+        if not expected or number in self._ranks:
+            _log.warning("%s says that it is rank %d of %s, which is not awaited", peer, number, worker_id)
+            return
+        gone = f"rank {number} of {worker_id} is gone"
+        rank = RemoteRank(lambda message: self._node.send(peer, message), memory, gone)
+        self._ranks[number] = self._by_peer[peer] = rank
+        if len(self._ranks) == self._size - 1:
+            self._everyone.set_result(tuple(rank for _, rank in sorted(self._ranks.items())))
 
     def on_lost(self, peer: Peer, reason: str) -> None:
         """See LinkHandler."""

@@ -24,6 +24,7 @@ from antiphon.prefill_worker.metrics import PrefillMetrics
 from antiphon.prefill_worker.orders import announced_writes, ship_order
 from antiphon.prefill_worker.peers import DecodePeers
 from antiphon.protocol.errors import TransferError
+from antiphon.protocol.identity import Role
 from antiphon.protocol.kv_messages import (
     AnnounceWrites,
     CancelWrites,
@@ -95,18 +96,18 @@ class PrefillDispatch:
 
     def on_message(self, peer: Peer, message: object) -> None:
         """One message of a peer; a stale or misdirected one is dropped and counted."""
-        match message:
-            case PrefillRequest():
+        match peer.role, message:
+            case Role.ROUTER, PrefillRequest():
                 self._on_request(peer, message)
-            case AbortRequest():
+            case Role.ROUTER, AbortRequest():
                 self._on_abort(message)
-            case KvWelcome():
+            case Role.DECODE, KvWelcome():
                 self._peers.on_welcome(peer, message)
-            case KvRefused():
+            case Role.DECODE, KvRefused():
                 self._peers.on_refused(peer, message)
-            case KvProbeResult():
+            case Role.DECODE, KvProbeResult():
                 self._peers.on_probe_result(peer, message)
-            case GrantWrites() | RefuseWrites() | MissingWrites() | CancelWrites():
+            case Role.DECODE, GrantWrites() | RefuseWrites() | MissingWrites() | CancelWrites():
                 if message.decode_epoch != peer.epoch:
                     self._counters["stale_messages"] += 1
                 else:

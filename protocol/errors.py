@@ -19,8 +19,12 @@ class HandshakeError(AntiphonError):
     """Two workers cannot exchange KV; the message carries both sides' values."""
 
 
+TRANSFER_STAGES = ("handshake", "reserve", "post", "transfer", "connection", "notify")
+"""Where a KV transfer can fail."""
+
+
 class TransferError(AntiphonError):
-    """A KV transfer failed; ``stage`` is one of handshake, reserve, post, transfer, connection, notify.
+    """A KV transfer failed; ``stage`` is one of ``TRANSFER_STAGES``.
 
     ``connection``: the transport gave the connection up, so it must be made anew; what was sent over it may
     arrive all the same, until the receiver has ended its side.

@@ -22,8 +22,7 @@ from antiphon.kv_transfer.step_fences import StepFences
 from antiphon.model.config import GptOssConfig
 from antiphon.protocol.codec import decode
 from antiphon.protocol.errors import HandshakeError
-from antiphon.protocol.identity import KvFingerprint
-from antiphon.protocol.kv_messages import KvHello, MemoryRegion, RankMemory, WriteDone
+from antiphon.protocol.kv_messages import KvHello, WriteDone
 from antiphon.protocol.rank_messages import ShipOrder, StepMark
 
 SHAPE = GptOssConfig(
@@ -180,62 +179,3 @@ def written(worker: Worker) -> set[tuple[int, int]]:
         parts.setdefault(key, set()).add(message.part)
         wanted[key] = message.parts
     return {key for key, seen in parts.items() if len(seen) == wanted[key]}
-
-
-MINE = KvFingerprint(2, "m", "", "bfloat16", 64, 2, 2, 8, 64, 128, "layers, heads", "bfloat16")
-
-
-def hello(fingerprint: KvFingerprint = MINE, ranks: int = 2, described: int = 2, **memory: object) -> KvHello:
-    each = 2 * 4 * 2 * 64 * 64 * 2
-    regions = tuple(MemoryRegion(group, 0, 4, each, "DRAM", 0) for group in ("full", "sliding"))
-    memories = tuple(
-        replace_struct(RankMemory(rank, f"p/1/{rank}", b"", regions), **memory) for rank in range(described)
-    )
-    return KvHello("p", 1, fingerprint, ranks, memories)
-
-
-def replace_struct(memory: RankMemory, **changes: object) -> RankMemory:
-    fields = {name: getattr(memory, name) for name in memory.__struct_fields__}
-    return RankMemory(**{**fields, **changes})
-
-
-@pytest.mark.parametrize(
-    ("field", "theirs"),
-    [
-        ("protocol_version", 1),
-        ("model", "another"),
-        ("revision", "v2"),
-        ("kv_dtype", "float32"),
-        ("page_size_tokens", 16),
-        ("full_layers", 3),
-        ("sliding_layers", 1),
-        ("kv_heads", 4),
-        ("head_dim", 128),
-        ("window_tokens", 64),
-        ("layout", "heads, layers"),
-        ("full_kv_dtype", "fp8_e4m3"),
-    ],
-)
-def test_a_peer_whose_kv_means_something_else_is_refused_with_both_values(field: str, theirs: object) -> None:
-    fields = {name: getattr(MINE, name) for name in MINE.__struct_fields__}
-    other = KvFingerprint(**{**fields, field: theirs})
-    with pytest.raises(HandshakeError) as refused:
-        check_peer(MINE, hello(other))
-    assert str(refused.value) == f"{field}: {fields[field]!r} here, {theirs!r} at the peer"
-
-
-def test_a_peer_that_describes_other_memory_than_it_must_have_is_refused() -> None:
-    assert [rank.agent_name for rank in check_peer(MINE, hello()).ranks] == ["p/1/0", "p/1/1"]
-    with pytest.raises(HandshakeError, match=r"p has 4 ranks and describes \[0, 1\]"):
-        check_peer(MINE, hello(ranks=4))
-    with pytest.raises(HandshakeError, match=r"65536 bytes there, 131072 by the fingerprint"):
-        check_peer(MINE, with_pages(65536))
-    with pytest.raises(HandshakeError, match="rank 0 registered no sliding pages"):
-        check_peer(MINE, hello(regions=(MemoryRegion("full", 0, 4, 2 * 4 * 2 * 64 * 64 * 2, "DRAM", 0),)))
-    with pytest.raises(HandshakeError, match="a transfer agent is named q/9/0, not p/1/0"):
-        check_peer(MINE, hello(agent_name="q/9/0"))
-
-
-def with_pages(size: int) -> KvHello:
-    regions = tuple(MemoryRegion(group, 0, 4, size, "DRAM", 0) for group in ("full", "sliding"))
-    return hello(regions=regions)
