@@ -110,7 +110,7 @@ def load_rank(role: Role, config: DeploymentConfig, rank: int, store: Store) -> 
         if config.model.fp8_kv:
             require_fp8_pages(device)
         if config.kernels.require_built:
-            require_built_kernels(role, path, mine, device, fp8_kv=config.model.fp8_kv)
+            require_built_kernels(path, mine, device, fp8_kv=config.model.fp8_kv)
         fast = load_cuda_rank(
             *(path, layout, group.communicator, store, device),
             with_unembedding=samples,
@@ -138,7 +138,7 @@ def weight_cache(config: DeploymentConfig) -> WeightCache | None:
 
 
 def require_built_kernels(
-    role: Role, checkpoint: Path, mine: WorkerConfig, device: torch.device | str, *, fp8_kv: bool
+    checkpoint: Path, mine: WorkerConfig, device: torch.device | str, *, fp8_kv: bool
 ) -> None:
     """Load every kernel of this worker's ranks, or refuse to start.
 
@@ -149,8 +149,7 @@ def require_built_kernels(
     from antiphon.model.ahead import WorkerShape, require_built  # loads Triton
 
     layout = ParallelLayout(mine.tensor_parallel, mine.expert_parallel)
-    samples = role is Role.DECODE
-    shape = WorkerShape(layout, mine.kv_cache.page_size_tokens, mine.max_batch_size, samples, fp8_kv)
+    shape = WorkerShape(layout, mine.kv_cache.page_size_tokens, mine.max_batch_size, fp8_kv)
     require_built(open_checkpoint(checkpoint).config, shape, device)
 
 

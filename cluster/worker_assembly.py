@@ -126,7 +126,7 @@ def _load(role: Role, config: DeploymentConfig, mine: WorkerConfig) -> LanguageM
     if config.model.fp8_kv:
         require_fp8_pages(torch.device("cuda"))
     if config.kernels.require_built:
-        require_built_kernels(role, path, mine, "cuda", fp8_kv=config.model.fp8_kv)
+        require_built_kernels(path, mine, "cuda", fp8_kv=config.model.fp8_kv)
     model = load_cuda_model(
         path,
         with_unembedding=samples,

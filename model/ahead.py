@@ -50,14 +50,12 @@ class WorkerShape:
         layout: any rank's; all ranks of a worker launch the same kernels.
         page_size: positions of a page.
         max_batch_size: sequences decoded together, at most.
-        samples: False of prefill workers, whose sums over ranks take no peer memory.
         fp8_kv: pages of full layers hold FP8.
     """
 
     layout: ParallelLayout
     page_size: int
     max_batch_size: int
-    samples: bool = True
     fp8_kv: bool = False
 
 
@@ -208,8 +206,7 @@ def libraries(shape: WorkerShape) -> tuple[CudaLibrary, ...]:
     if shape.layout.tensor_parallel == 1:
         return (skinny.LIBRARY, moe_build.LIBRARY, prefill_hopper.LIBRARY, *pages)
     experts = (moe_build.LIBRARY,) if shape.layout.expert_parallel else ()
-    sums = (peer_reduce.LIBRARY,) if shape.samples else ()
-    return (prefill_hopper.LIBRARY, *experts, *sums, *pages)
+    return (prefill_hopper.LIBRARY, *experts, peer_reduce.LIBRARY, *pages)
 
 
 def require_built(config: GptOssConfig, shape: WorkerShape, device: torch.device | str) -> None:

@@ -197,18 +197,17 @@ def test_which_libraries_a_layout_needs() -> None:
         "from antiphon.model.ahead import WorkerShape, libraries\n"
         "from antiphon.model.parallel.layout import ParallelLayout\n"
         "for layout in (ParallelLayout(1), ParallelLayout(4), ParallelLayout(4, expert_parallel=True)):\n"
-        "    for samples in (True, False):\n"
-        "        print(*(library.name for library in libraries(WorkerShape(layout, 64, 1, samples))))\n"
+        "    print(*(library.name for library in libraries(WorkerShape(layout, 64, 1))))\n"
         "for ranks in (1, 2):\n"
-        "    shape = WorkerShape(ParallelLayout(ranks), 64, 1, samples=False, fp8_kv=True)\n"
+        "    shape = WorkerShape(ParallelLayout(ranks), 64, 1, fp8_kv=True)\n"
         "    print(*(library.name for library in libraries(shape)))\n"
     )
     assert run(Path("/nowhere"), code) == [
-        *["skinny moe prefill_attention page_copy ipc"] * 2,
-        *("prefill_attention peer_reduce page_copy ipc", "prefill_attention page_copy ipc"),
-        *("prefill_attention moe peer_reduce page_copy ipc", "prefill_attention moe page_copy ipc"),
+        "skinny moe prefill_attention page_copy ipc",
+        "prefill_attention peer_reduce page_copy ipc",
+        "prefill_attention moe peer_reduce page_copy ipc",
         "skinny moe prefill_attention page_copy ipc fp8_attention",
-        "prefill_attention page_copy ipc fp8_attention",
+        "prefill_attention peer_reduce page_copy ipc fp8_attention",
     ]
 
 
