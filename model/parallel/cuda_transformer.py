@@ -266,7 +266,11 @@ class CudaRankTransformer:
         tokens, heads, dim = normed.shape[0], len(self.shape.heads), self.config.head_dim
         query = torch.empty(tokens, heads, dim, dtype=normed.dtype, device=normed.device)
         qkv = torch.nn.functional.linear(normed, weights.qkv_weight, weights.qkv_bias)
-        rope_and_write(qkv, positions, sequences.slot, self._rotation, kv_layer, heads, query)
+        rotation = (qkv, positions, sequences.slot, self._rotation, kv_layer)
+        if self._on_hopper:
+            prefill_hopper.chunk_rope_and_write(*rotation, query)
+        else:
+            rope_and_write(*rotation, heads, query)
         return self._attend(query, kv_layer, sequences, weights.sinks, window)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:

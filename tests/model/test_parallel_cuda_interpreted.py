@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from antiphon.kernels.attention import prefill_hopper
 from antiphon.kernels.dense.norm import add_rms_norm_
+from antiphon.kernels.dense.rope import rope_and_write
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.checkpoint.load import fill
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
@@ -154,6 +156,41 @@ def test_a_chunk_of_a_rank_that_never_samples_takes_no_sum_over_the_communicator
 
     calls = 1 + 2 * (config.num_hidden_layers - 1)
     assert in_ranks(2, work, timeout_s=120.0) == [calls, calls]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy
+def test_a_rank_on_an_h200_rotates_by_the_kernel_made_for_it(
+    config: GptOssConfig, in_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch of Triton's less for the host, once a layer and step."""
+    rotated: list[int] = []
+
+    def rotate(
+        qkv: Tensor, positions: Tensor, slot: Tensor, table: Tensor, kv: Tensor, query: Tensor
+    ) -> Tensor:
+        rotated.append(query.shape[1])
+        return rope_and_write(qkv, positions, slot, table, kv, query.shape[1], query)
+
+    monkeypatch.setattr(prefill_hopper, "chunk_rope_and_write", rotate)
+    tokens = torch.randint(0, config.vocab_size, (19,), generator=torch.Generator().manual_seed(2))
+
+    def work(group: RankGroup) -> None:
+        layout = ParallelLayout(2, True, group.rank)
+        parameters = shard_parameters(config, layout, synthesize_parameters(config, seed=6))
+        model = CudaRankTransformer(
+            *(config, layout, group.communicator, parameters, torch.device("cpu")), dtype=torch.float32
+        )
+        pages = []
+        for hopper in (False, True):
+            model._on_hopper = hopper
+            shape = (4, len(model.shape.kv_heads), 2, 16, config.head_dim)
+            layers = [torch.zeros(shape) for _ in range(config.num_hidden_layers)]
+            model.forward(padded_chunk(tokens, 24), SimpleNamespace(layer=layers.__getitem__))
+            pages.append(torch.stack(layers))
+        assert torch.equal(*pages)
+
+    in_ranks(2, work, timeout_s=120.0)
+    assert rotated == [config.num_attention_heads // 2] * 2 * config.num_hidden_layers
 
 
 def test_every_rank_shares_memory_for_its_sums(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
