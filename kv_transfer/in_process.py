@@ -266,6 +266,10 @@ class InProcessTransport:
         self._peers.add(peer)
         return peer
 
+    def maps(self, peer: str) -> bool:
+        """See Transport."""
+        return False
+
     def disconnect(self, peer: str) -> None:
         """See Transport."""
         self._peers.discard(peer)

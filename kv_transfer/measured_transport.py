@@ -133,6 +133,10 @@ class MeasuredTransport:
         """See Transport."""
         return self._inner.connect(metadata)
 
+    def maps(self, peer: str) -> bool:
+        """See Transport."""
+        return self._inner.maps(peer)
+
     def disconnect(self, peer: str) -> None:
         """See Transport."""
         self._inner.disconnect(peer)

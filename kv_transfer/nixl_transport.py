@@ -83,6 +83,10 @@ class NixlTransport:
         self._named[metadata] = peer
         return peer
 
+    def maps(self, peer: str) -> bool:
+        """See Transport; what UCX maps of a peer is its own affair."""
+        return False
+
     def disconnect(self, peer: str) -> None:
         """See Transport."""
         if peer in self._peers:
@@ -96,7 +100,7 @@ class NixlTransport:
             raise TransferError("post", f"not connected to {peer}")
         for part in copies:
             part.check()
-            if not any(_within(part.source, span) for span, _ in self._registered):
+            if not any(span.holds(part.source) for span, _ in self._registered):
                 raise TransferError("post", f"source {part.source} is not registered")
         kinds = {(part.source.kind, part.destination.kind) for part in copies}
         if len(kinds) != 1:
@@ -173,11 +177,6 @@ class NixlTransport:
         for _, descriptors in self._registered:
             self._agent.deregister_memory(descriptors, backends=[_BACKEND])
         self._registered.clear()
-
-
-def _within(part: Memory, span: Memory) -> bool:
-    same = part.kind == span.kind and part.device == span.device
-    return same and span.address <= part.address and part.end <= span.end
 
 
 def _rows(span: Memory, offsets: Any, lengths: Any) -> Any:

@@ -46,6 +46,11 @@ class Memory:
         """First address after the span."""
         return self.address + self.length_bytes
 
+    def holds(self, part: Memory) -> bool:
+        """Whether all of ``part`` lies in this span."""
+        same = part.kind == self.kind and part.device == self.device
+        return same and self.address <= part.address and part.end <= self.end
+
 
 @dataclass(frozen=True, slots=True)
 class Copies:
@@ -98,6 +103,9 @@ class Transport(Protocol):
 
     def connect(self, metadata: bytes) -> str:
         """Accept a peer's metadata and return its agent name. Connecting twice is harmless."""
+
+    def maps(self, peer: str) -> bool:
+        """Whether this process's own GPU writes to that peer, straight into its memory."""
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer; its unfinished writes fail."""

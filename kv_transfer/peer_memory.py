@@ -1,0 +1,154 @@
+"""Memory of GPUs that other processes of the host map: the seam to the device, and what is open."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.kv_transfer.transport import Copies, Memory
+
+_log = logging.getLogger(__name__)
+
+
+class RunningCopy(Protocol):
+    """A copy that the device was given."""
+
+    def done(self) -> bool:
+        """Whether every byte is there; does not block.
+
+        Raises:
+            RuntimeError: the device's work has ended in an error.
+        """
+
+
+class PeerMemory(Protocol):
+    """What the device of one rank does with memory of other processes."""
+
+    def export(self, address: int, size_bytes: int) -> tuple[bytes, int]:
+        """The handle of the allocation that these bytes of this process lie in, and their offset in it.
+
+        Raises:
+            RuntimeError: other processes cannot map it; says why.
+        """
+
+    def open(self, handle: bytes) -> int:
+        """Map another process' allocation; its address here.
+
+        Raises:
+            RuntimeError: it cannot be reached from here, or is gone; says why.
+        """
+
+    def close(self, address: int) -> None:
+        """Give up what was opened; no copy into it is under way.
+
+        Raises:
+            RuntimeError: CUDA refused.
+        """
+
+    def copy(self, runs: NDArray[np.int64]) -> RunningCopy:
+        """Begin to copy [N, 3] int64 rows of (address to read, address to write, bytes).
+
+        Raises:
+            ValueError: a run that this device cannot copy; names it.
+            RuntimeError: CUDA refused the launch.
+        """
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """A span of a peer's memory, and how to map it."""
+
+    address: int
+    """In the peer's process."""
+    length_bytes: int
+    handle: bytes
+    """Of the whole allocation."""
+    offset: int
+    """Where the span begins in it."""
+
+
+class OpenHandles:
+    """Allocations of other processes that are mapped, each once however many spans lie in it."""
+
+    def __init__(self, memory: PeerMemory) -> None:
+        self._memory = memory
+        self._open: dict[bytes, tuple[int, int]] = {}
+        """Handle -> (address here, spans that use it)."""
+
+    def open(self, handle: bytes) -> int:
+        """Where an allocation lies here.
+
+        Raises:
+            RuntimeError: it cannot be mapped.
+        """
+        address, users = self._open.get(handle) or (self._memory.open(handle), 0)
+        self._open[handle] = address, users + 1
+        return address
+
+    def close(self, handle: bytes) -> None:
+        """One span needs it no more."""
+        address, users = self._open.pop(handle)
+        if users > 1:
+            self._open[handle] = address, users - 1
+            return
+        try:
+            self._memory.close(address)
+        except RuntimeError as error:  # it stays until this process ends
+            _log.warning("memory of a peer stays mapped: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class MappedSpan:
+    """A span of a peer's memory that lies at ``address`` of this process."""
+
+    offer: Offer
+    address: int
+
+
+class MappedPeer:
+    """The mapped memory of one life of one rank of a peer.
+
+    Raises:
+        RuntimeError: a span cannot be mapped; none of them is then.
+    """
+
+    def __init__(self, offers: tuple[Offer, ...], handles: OpenHandles) -> None:
+        self.offers = offers
+        self.connected = True
+        self.writes = 0
+        """Copies into it that are under way."""
+        self._handles = handles
+        self._spans: list[MappedSpan] = []
+        try:
+            for offer in offers:
+                self._spans.append(MappedSpan(offer, handles.open(offer.handle) + offer.offset))
+        except RuntimeError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unmap it; no copy into it is under way."""
+        while self._spans:
+            self._handles.close(self._spans.pop().offer.handle)
+
+    def runs(self, copies: list[Copies]) -> NDArray[np.int64] | None:
+        """[N, 3] int64 addresses and lengths of a write; None if a destination is not mapped."""
+        parts = []
+        for part in copies:
+            destination = self._find(part.destination)
+            if destination is None:
+                return None
+            parts.append(part.runs + np.array([part.source.address, destination, 0], dtype=np.int64))
+        return np.concatenate(parts)
+
+    def _find(self, span: Memory) -> int | None:
+        for mapped in self._spans:
+            offset = span.address - mapped.offer.address
+            inside = 0 <= offset <= mapped.offer.length_bytes - span.length_bytes
+            if span.kind == "VRAM" and inside:
+                return mapped.address + offset
+        return None
