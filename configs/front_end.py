@@ -80,6 +80,9 @@ class RouterConfig(Section):
     """Processes of a router that parse, render and encode long requests beside its event loop; the first
     starts with the router, others when they are needed, and each takes about 150 MB. With 0 the loop does it,
     and holds up streams."""
+    encoding_max_waiting_bytes: int = pydantic.Field(64 * 1024 * 1024, ge=1024)
+    """What long requests may hold together that wait for one of these processes; beyond it 429. One that is
+    larger may wait alone."""
     request_timeout_s: float = pydantic.Field(600.0, gt=0)
     """Deadline of a request that names none."""
     max_attempts: int = pydantic.Field(3, ge=1)

@@ -38,6 +38,7 @@ GIVES_WAY_S = 2e-6
 conversation does not wait for megabytes that came before it, and these do not wait for ever."""
 MAX_WAITING_JOBS = 64
 """Jobs that wait for a process; each holds its request's body."""
+MAX_WAITING_BYTES = 64 * 1024 * 1024
 
 Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
@@ -54,8 +55,13 @@ class EncodingPool:
     Processes start when they are first needed, and again after they died. With 0 everything runs on the loop.
     """
 
-    def __init__(self, formatter: ChatFormatter, processes: int) -> None:
-        """Raises what pickling raises when there are processes that the formatter cannot go to."""
+    def __init__(
+        self, formatter: ChatFormatter, processes: int, max_waiting_bytes: int = MAX_WAITING_BYTES
+    ) -> None:
+        """``max_waiting_bytes``: what jobs may hold that wait for a process; one of them may hold more.
+
+        Raises what pickling raises when there are processes that the formatter cannot go to.
+        """
         self._formatter = formatter
         self._pickled_formatter = pickle.dumps(formatter) if processes else b""
         self._processes = processes
@@ -64,18 +70,25 @@ class EncodingPool:
         self._lock = threading.Lock()
         self._running: set[_EncodingProcess] = set()
         self._closed = False
-        self._open_jobs = 0
         self._free = processes
-        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
-        """A heap of (when it is due, its number, its turn)."""
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting: list[tuple[float, int, int, asyncio.Future[None]]] = []
+        """A heap of (when it is due, its number, the bytes that it holds, its turn)."""
+        self._waiting_bytes = 0
         self._numbers = itertools.count()
 
     async def run(
-        self, size: int, function: Callable[[ChatFormatter, *Args], Result], *args: *Args
+        self,
+        size: int,
+        function: Callable[[ChatFormatter, *Args], Result],
+        *args: *Args,
+        held_bytes: int | None = None,
     ) -> Result:
-        """``function(formatter, *args)``; ``size`` is how many characters it has to encode.
+        """``function(formatter, *args)``, pickled like what it returns, the function by its name.
 
-        The function and what it takes and returns are pickled, the function by its name.
+        Args:
+            size: how many characters it has to encode.
+            held_bytes: of ``args``, where that is not about as much.
 
         Raises:
             ApiError: 429 when too much waits already; any that the function raises.
@@ -83,20 +96,8 @@ class EncodingPool:
         """
         if size <= INLINE_CHARACTERS or not self._processes:
             return function(self._formatter, *args)
-        if self._open_jobs >= self._processes + MAX_WAITING_JOBS:
-            raise rate_limited("Too many long requests wait to be encoded.", 1)
-        self._open_jobs += 1
-        try:
-            await self._turn(size)
-            try:
-                if self._closed:
-                    raise EncodingCrashed("the router stops")
-                loop = asyncio.get_running_loop()
-                outcome, result = await loop.run_in_executor(self._threads, self._call, (function, args))
-            finally:
-                self._pass_on()
-        finally:
-            self._open_jobs -= 1
+        await self._turn(size, size if held_bytes is None else held_bytes)
+        outcome, result = await self._begin((function, args))
         if outcome is Outcome.REFUSED and isinstance(result, AntiphonError):
             raise result
         if outcome is not Outcome.RESULT:
@@ -118,24 +119,53 @@ class EncodingPool:
         for process in self._running:
             process.reap()
 
-    async def _turn(self, size: int) -> None:
-        """Wait for a process; whoever returns from here passes it on."""
+    async def _turn(self, size: int, held_bytes: int) -> None:
+        """Wait for a process; whoever returns from here begins a job, or passes it on."""
         if self._free:
             self._free -= 1
             return
+        too_many = self._waiting_bytes + held_bytes > self._max_waiting_bytes and self._waiting_bytes > 0
+        if too_many or len(self._waiting) >= MAX_WAITING_JOBS:
+            raise rate_limited("Too many long requests wait to be encoded.", 1)
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
-        heapq.heappush(self._waiting, (loop.time() + size * GIVES_WAY_S, next(self._numbers), turn))
+        entry = loop.time() + size * GIVES_WAY_S, next(self._numbers), held_bytes, turn
+        heapq.heappush(self._waiting, entry)
+        self._waiting_bytes += held_bytes
         try:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():
                 self._pass_on()
+            elif entry in self._waiting:
+                self._waiting.remove(entry)
+                heapq.heapify(self._waiting)
+                self._waiting_bytes -= held_bytes
             raise
+
+    def _begin(self, job: object) -> asyncio.Future[tuple[Outcome, object]]:
+        """Hand a job to the process whose turn this is; it is passed on when that has answered.
+
+        Not when the caller ends: a client may leave, and the process works on all the same.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            answer = self._threads.submit(self._call, job)
+        except RuntimeError as error:  # they were shut down
+            self._pass_on()
+            raise EncodingCrashed("the router stops") from error
+
+        def pass_on(_: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._pass_on)
+
+        answer.add_done_callback(pass_on)
+        return asyncio.wrap_future(answer)
 
     def _pass_on(self) -> None:
         while self._waiting:
-            _, _, turn = heapq.heappop(self._waiting)
+            _, _, held_bytes, turn = heapq.heappop(self._waiting)
+            self._waiting_bytes -= held_bytes
             if not turn.done():
                 turn.set_result(None)
                 return

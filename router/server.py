@@ -124,7 +124,9 @@ class RouterServer:
             store=store,
             key_limits=KeyLimits(router.key_limits),
             tracer=self._tracer,
-            encoding=EncodingPool(self._formatter, router.encoding_processes),
+            encoding=EncodingPool(
+                self._formatter, router.encoding_processes, router.encoding_max_waiting_bytes
+            ),
         )
         app = create_app(self._context, lambda: self._draining)
         self._server = _EmbeddedServer(

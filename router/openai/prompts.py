@@ -28,7 +28,8 @@ async def read_request(context: ApiContext, model: type[Request], body: bytes) -
     Raises:
         ApiError: 400 that names the first field in the way.
     """
-    return await context.encoding.run(len(body) // PARSED_PER_ENCODED, _parse, model, body)
+    size = len(body) // PARSED_PER_ENCODED
+    return await context.encoding.run(size, _parse, model, body, held_bytes=len(body))
 
 
 async def rendered(context: ApiContext, conversation: Conversation, param: str, size: int) -> RenderedPrompt:

@@ -162,8 +162,10 @@ async def _conversation(
     }
     # The request's own items first and alone, so that an error names their place in the request.
     documents = [orjson.dumps({**fields, "input": items}) for items in ([*resolved.own], resolved.items())]
+    held_bytes = sum(map(len, documents))
+    size = held_bytes // PARSED_PER_ENCODED
     conversation, dropped = await context.encoding.run(
-        sum(map(len, documents)) // PARSED_PER_ENCODED, _read_items, documents, len(resolved.history)
+        size, _read_items, documents, len(resolved.history), held_bytes=held_bytes
     )
     count_dropped_tools(context, dropped)
     return conversation
