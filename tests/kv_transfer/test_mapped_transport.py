@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.kv_transfer.conftest import runs
-from tests.kv_transfer.shared_memory_device import Allocation, SharedHost, SharedMemoryDevice
+from shared_memory_device import Allocation, SharedHost, SharedMemoryDevice
 
 from antiphon.kv_transfer.host import host_identity
 from antiphon.kv_transfer.in_process import InProcessNetwork, InProcessTransport
@@ -16,6 +16,10 @@ from antiphon.kv_transfer.transport import Copies, Memory, WriteId, WriteState
 from antiphon.protocol.errors import TransferError
 
 HERE = "this host"
+
+
+def runs(*rows: tuple[int, int, int]) -> np.ndarray:
+    return np.array(rows, dtype=np.int64)
 
 
 class Pair:
