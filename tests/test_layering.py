@@ -77,7 +77,8 @@ def violations(folder: str, name: str, source: str) -> list[str]:
 
 
 def code_folders() -> list[str]:
-    return sorted(path.name for path in (ROOT / "src/antiphon").iterdir() if path.is_dir())
+    folders = (path for path in (ROOT / "src/antiphon").iterdir() if path.is_dir())
+    return sorted(path.name for path in folders if path.name != "__pycache__")
 
 
 def test_every_code_folder_has_its_place_in_the_table() -> None:
