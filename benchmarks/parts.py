@@ -39,13 +39,14 @@ def module(name: str, *arguments: str | Path) -> tuple[str, ...]:
 
 
 def build_kernels(limit_s: float) -> bool:
-    """Compile every CUDA library once, all at a time; parts find them built."""
+    """Compile every CUDA library that is not there, all at a time; parts find them built."""
     from antiphon.cluster.cli_kernels import LIBRARIES
 
+    missing = [index for index, library in enumerate(LIBRARIES) if library.find() is None]
     code = (
         "import sys; from antiphon.cluster.cli_kernels import LIBRARIES; LIBRARIES[int(sys.argv[1])].build()"
     )
-    running = [subprocess.Popen([sys.executable, "-c", code, str(index)]) for index in range(len(LIBRARIES))]
+    running = [subprocess.Popen([sys.executable, "-c", code, str(index)]) for index in missing]
     deadline = time.monotonic() + limit_s
     for process in running:
         try:
