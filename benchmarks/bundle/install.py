@@ -25,7 +25,12 @@ from antiphon.benchmarks.bundle.manifest import Item, Manifest, PeerTree, part_f
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("torch", "triton", "numpy")
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""Multicast between GPUs needs rights that few machines give."""
 PEER_ENVIRONMENT = {
+    **NO_MULTICAST,
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_USE_NCCL_SYMM_MEM": "0",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -174,10 +179,9 @@ def write_environment(manifest: Manifest, target: Target) -> None:
     lines = (
         f'export PYTHONPATH={shlex.quote(path)}"${{PYTHONPATH:+:$PYTHONPATH}}"',
         f"export ANTIPHON_KERNEL_LIBRARY_DIR={shlex.quote(str(target.kernels))}",
-        f'export ANTIPHON_COMMIT="${{ANTIPHON_COMMIT:-{manifest.commit}}}"',
+        f'export ANTIPHON_COMMIT="${{ANTIPHON_COMMIT:-{manifest.commit_of(ROOT)}}}"',
         f"export BUNDLE_TARGET={shlex.quote(str(target.folder))}",
-        # Multicast between GPUs needs rights that few machines give.
-        "export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1",
+        *(f"export {name}={value}" for name, value in NO_MULTICAST.items()),
         "export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1",
     )
     (target.folder / "env.sh").write_text("\n".join(lines) + "\n")

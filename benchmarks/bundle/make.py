@@ -9,7 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from antiphon.benchmarks.bundle.kinds import LEFT_OUT, packages_of, scripts_of
-from antiphon.benchmarks.bundle.manifest import Item, Manifest, PeerTree, part_folder, sha256_of
+from antiphon.benchmarks.bundle.manifest import (
+    Item,
+    Manifest,
+    PeerTree,
+    part_folder,
+    sha256_of,
+    sources_digest,
+)
 from antiphon.benchmarks.bundle.needs import ROOT, locked
 from antiphon.benchmarks.bundle.wheels import PYTHON, BundleError, fetch, without
 from antiphon.benchmarks.records import checkout_commit, now
@@ -41,7 +48,7 @@ def make(kind: str, out: Path, part_mib: float, cache: Path, peer_tree: Path | N
         shutil.copyfile(sources[item.file], folder / item.file)
     for name in (*ALWAYS, *scripts_of(kind)):
         shutil.copy(SCRIPTS / name, out / name)
-    manifest = Manifest(kind, checkout_commit(), now(), PYTHON, tuple(items), tree)
+    manifest = Manifest(kind, checkout_commit(), sources_digest(ROOT), now(), PYTHON, tuple(items), tree)
     manifest.write(out)
     return manifest
 

@@ -10,6 +10,8 @@ from typing import Literal, Self
 
 NAME = "manifest.json"
 FORMAT = 1
+CODE = ("*.py", "*.cu", "*.cuh")
+CHANGES = "+changes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,13 @@ class Manifest:
     Attributes:
         kind: of the programs that it serves.
         commit: of the checkout that it was made in.
+        sources: hash of that checkout's code, which may be another's than the one that is measured.
         python: version that its wheels are for.
     """
 
     kind: str
     commit: str
+    sources: str
     made: str
     python: str
     items: tuple[Item, ...]
@@ -67,6 +71,12 @@ class Manifest:
     def parts(self) -> int:
         """How many there are."""
         return max((item.part for item in self.items), default=0)
+
+    def commit_of(self, root: Path) -> str:
+        """What figures of a checkout are kept under: ``+changes`` says that its code is another."""
+        if sources_digest(root) == self.sources or self.commit.endswith(CHANGES):
+            return self.commit
+        return self.commit + CHANGES
 
     def write(self, folder: Path) -> None:
         """Into the bundle's folder."""
@@ -98,6 +108,17 @@ def sha256_of(path: Path) -> str:
     """In hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sources_digest(root: Path) -> str:
+    """Of the names and contents of all code of a checkout."""
+    digest = hashlib.sha256()
+    for folder in sorted((root / "src/antiphon").iterdir()):
+        files = {path for pattern in CODE for path in folder.resolve().rglob(pattern)}
+        for path in sorted(files):
+            digest.update(str(path.relative_to(root.resolve())).encode() + b"\0")
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def part_folder(number: int) -> str:

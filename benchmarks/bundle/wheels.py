@@ -86,7 +86,7 @@ def without(wheel: Path, folders: Collection[str], target: Path) -> Path:
             dropped = next((prefix for prefix in prefixes if entry.filename.startswith(prefix)), None)
             if dropped is not None:
                 seen.add(dropped)
-            elif entry.filename.endswith(".dist-info/RECORD"):
+            elif _is_record(entry.filename):
                 kept.writestr(entry, _record_without(source.read(entry).decode(), prefixes))
             else:
                 kept.writestr(entry, source.read(entry), zipfile.ZIP_DEFLATED)
@@ -95,6 +95,11 @@ def without(wheel: Path, folders: Collection[str], target: Path) -> Path:
         raise BundleError(f"{wheel.name}: has no {', '.join(absent)}")
     partial.rename(slim)
     return slim
+
+
+def _is_record(name: str) -> bool:
+    """Whether it is the wheel's own, and not of a package that lies inside it."""
+    return name.count("/") == 1 and name.endswith(".dist-info/RECORD")
 
 
 def _record_without(record: str, prefixes: tuple[str, ...]) -> str:
@@ -108,7 +113,7 @@ def record_faults(wheel: Path) -> list[str]:
     """What of a wheel's RECORD is not so: files that are not there, not listed, or of another hash."""
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if not name.endswith("/")}
-        record = next(name for name in files if name.endswith(".dist-info/RECORD"))
+        record = next(name for name in files if _is_record(name))
         rows = [row for row in csv.reader(io.StringIO(archive.read(record).decode())) if row]
         listed = {row[0]: row[1] for row in rows}
         faults = [f"{name}: not there" for name in sorted(listed.keys() - files)]

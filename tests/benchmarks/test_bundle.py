@@ -114,8 +114,26 @@ def test_a_bundle_brings_packages_programs_and_libraries(source: Source, tmp_pat
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ANTIPHON")}
     done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.startswith("1 True 2.0\nserved\n")
-    assert f"ANTIPHON_COMMIT={manifest.commit}\n" in done.stdout
+    assert f"ANTIPHON_COMMIT={manifest.commit_of(make.ROOT)}\n" in done.stdout
     assert f"ANTIPHON_KERNEL_LIBRARY_DIR={target}/kernels\n" in done.stdout
+
+
+def test_figures_say_when_the_code_is_not_the_bundles(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout, bundle, target = tmp_path / "checkout", tmp_path / "bundle", tmp_path / "target"
+    (checkout / "src/antiphon").mkdir(parents=True)
+    (checkout / "kernels").mkdir()
+    (checkout / "src/antiphon/kernels").symlink_to("../../kernels")
+    (checkout / "kernels/sum.cu").write_text("first")
+    monkeypatch.setattr(make, "ROOT", checkout)
+    monkeypatch.setattr(install, "ROOT", checkout)
+    monkeypatch.setattr(make, "checkout_commit", lambda: "abc")
+    source.make(bundle)
+    for code, commit in (("first", "abc"), ("second", "abc+changes"), ("first", "abc")):
+        (checkout / "kernels/sum.cu").write_text(code)
+        assert set_up(bundle, target) == 0
+        assert f"ANTIPHON_COMMIT:-{commit}}}" in (target / "env.sh").read_text()
 
 
 def test_parts_come_one_after_the_other(
@@ -231,7 +249,9 @@ def test_only_what_is_not_there_is_fetched(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_smaller_wheel_keeps_its_record_right(tmp_path: Path) -> None:
+    inner = "big/inside/small-1.dist-info/RECORD"
     files = {
+        inner: "small.py,,\n",
         "big/unused/a.js": "x",
         "big/unused/b,c.js": "y",
         "big/__init__.py": "",
@@ -243,7 +263,7 @@ def test_a_smaller_wheel_keeps_its_record_right(tmp_path: Path) -> None:
     assert record_faults(slim) == []
     with zipfile.ZipFile(slim) as archive:
         assert set(archive.namelist()) == {
-            *("big/__init__.py", "big/run", "big-1.0.dist-info/METADATA", "big-1.0.dist-info/RECORD")
+            *(inner, "big/__init__.py", "big/run", "big-1.0.dist-info/METADATA", "big-1.0.dist-info/RECORD")
         }
         assert archive.getinfo("big/run").external_attr >> 16 & 0o111
     with pytest.raises(BundleError, match=r"big-1\.0-py3-none-any\.whl: has no big/gone/"):
