@@ -12,9 +12,11 @@ import torch
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.configs.workers import WorkerConfig
 from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.engine.kv_mapping import host_mapping
 from antiphon.engine.kv_staging import make_staging
 from antiphon.engine.settings import EngineSettings
 from antiphon.kv_transfer.endpoint import EndpointSettings, KvEndpoint, nixl_transport
+from antiphon.kv_transfer.mapped_transport import Side, with_same_host
 from antiphon.kv_transfer.measured_transport import WriteLog, measured
 from antiphon.kv_transfer.plan import Shard
 from antiphon.kv_transfer.rank_server import RankServer
@@ -263,7 +265,12 @@ class FollowerKv:
         self._pages = pages
         self._cluster_token = cluster_token
         self._writes = WriteLog()
-        self._transport_factory = measured(transport_factory or nixl_transport, self._writes)
+        transports = with_same_host(
+            transport_factory or nixl_transport,
+            Side.WRITES if role is Role.PREFILL else Side.IS_WRITTEN,
+            host_mapping(config, pages.device),
+        )
+        self._transport_factory = measured(transports, self._writes)
         self._fences = StepFences()
         last_layers = pages.last_layers(config.transfer.layer_groups)
         self._group_after = {layer: group for group, layer in enumerate(last_layers)}

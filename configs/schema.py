@@ -74,6 +74,12 @@ class DeploymentConfig(Section):
                 f"decode.tensor_parallel {self.decode.tensor_parallel}: only direct writes to one rank can "
                 "be checked"
             )
+        pools = {"decode": self.decode, **({"prefill": self.prefill} if self.prefill.replicas else {})}
+        for role, worker in pools.items():
+            if self.transfer.same_host == "required" and worker.device == "cpu":
+                raise ValueError(
+                    f"transfer.same_host required with {role}.device cpu: only GPUs map pages of their host"
+                )
         sizes = (self.prefill.kv_cache.page_size_tokens, self.decode.kv_cache.page_size_tokens)
         if self.prefill.replicas and sizes[0] != sizes[1]:
             raise ValueError(f"kv_cache.page_size_tokens differs: prefill {sizes[0]}, decode {sizes[1]}")
@@ -90,14 +96,18 @@ class DeploymentConfig(Section):
                 )
         return self
 
+    @property
+    def between_gpus(self) -> bool:
+        """Whether KV moves from GPUs to GPUs."""
+        return self.prefill.device == self.decode.device == "cuda"
+
     def staging_slots(self, role: Literal["prefill", "decode"]) -> int:
         """Staging slots of each rank of a worker: its own to gather into, or those of all its writers.
 
         A decode worker has room for one writer more than there are, for a worker that takes another's place.
         """
-        on_gpus = self.prefill.device == self.decode.device == "cuda"
-        asked = self.transfer.staging_slots
-        each = (4 if on_gpus else 0) if asked is None else asked
+        asked, required = self.transfer.staging_slots, self.transfer.same_host == "required"
+        each = (4 if self.between_gpus and not required else 0) if asked is None else asked
         writers = self.prefill.replicas + 1 if self.prefill.replicas else 0
         return each * (1 if role == "prefill" else writers)
 

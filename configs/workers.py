@@ -148,9 +148,14 @@ class TransferConfig(Section):
     """Parts in which a chunk is shipped while later layers compute."""
     completion_timeout_s: float = pydantic.Field(5.0, gt=0)
     """A granted set without progress for this long is asked for again, then failed."""
+    same_host: Literal["auto", "required", "never"] = "auto"
+    """Between GPUs of one host, a prefill worker's GPU may write straight into the pages of a decode worker,
+    which it maps (CUDA IPC). ``auto`` does so where it can, ``required`` pairs no workers that cannot,
+    ``never`` treats every peer as one of another host."""
     staging_slots: int | None = pydantic.Field(None, ge=0)
-    """Slots for each pair of a prefill and a decode worker, through which pages are sent in one piece; 0
-    writes every run of pages by itself. Absent: 4 between GPUs, 0 otherwise."""
+    """Slots for each pair of a prefill and a decode worker, through which pages are sent in one piece to a
+    GPU that is not written directly; 0 writes every run of pages by itself. Absent: 4 between GPUs, but 0
+    with ``same_host: required``; 0 otherwise."""
     staging_slot_mib: int = pydantic.Field(64, ge=1)
     """Size of a slot, for each rank."""
     lease_s: float = pydantic.Field(15.0, gt=0)

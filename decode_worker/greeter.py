@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from antiphon.kv_transfer.futures import without_result
 from antiphon.kv_transfer.handshake import check_peer
 from antiphon.kv_transfer.leases import Writer
 from antiphon.kv_transfer.ranks import PeerLife, RankKv, all_of
@@ -73,7 +74,7 @@ class PrefillGreeter:
         return tuple(sorted(self._ready))
 
     def paths(self) -> dict[str, tuple[str, float]]:
-        """Ready worker -> how its KV comes (``tcp`` or ``direct``), and bytes a second in the self-test."""
+        """Ready worker -> how its KV comes, see KvProbeResult, and bytes a second in the self-test."""
         return {peer.worker_id: path for peer, path in self._paths.items()}
 
     def detail(self) -> str:
@@ -199,7 +200,8 @@ class PrefillGreeter:
         slots = self._slots.of(Writer(life.worker_id, life.epoch))
         if slots is not None:
             them = life, hello.tensor_parallel, hello.ranks
-            ready += [rank.connect(*them, granted=slots) for rank in self._ranks]
+            connected = all_of([rank.connect(*them, granted=slots) for rank in self._ranks])
+            ready.append(without_result(connected))
         self._thread.when_done(all_of(ready), lambda done: self._cleared(probe, done))
 
     def _cleared(self, probe: _Probe, done: Future[list[None]]) -> None:
@@ -239,4 +241,4 @@ def _path_of(message: KvProbe, received_bytes: int) -> tuple[str, float]:
     """How the probe really came, and at how many bytes/s: what UCX chose, not what it was asked for."""
     over_tcp = 0 < message.written_bytes <= 2 * received_bytes
     rate = message.written_bytes / message.seconds if message.seconds > 0 else 0.0
-    return "tcp" if over_tcp else "direct", rate
+    return "mapped" if message.mapped else "tcp" if over_tcp else "direct", rate

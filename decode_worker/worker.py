@@ -20,10 +20,13 @@ from antiphon.decode_worker.greeter import PrefillGreeter
 from antiphon.decode_worker.metrics import DecodeMetrics
 from antiphon.decode_worker.receiver import KvReceiver
 from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, PrefillStarted
+from antiphon.engine.kv_mapping import host_mapping
 from antiphon.engine.kv_staging import make_staging
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.thread import EngineThread
+from antiphon.kv_transfer.endpoint import nixl_transport
 from antiphon.kv_transfer.leases import Writer
+from antiphon.kv_transfer.mapped_transport import Side, with_same_host
 from antiphon.kv_transfer.ranks import PeerLife, all_of
 from antiphon.kv_transfer.slot_allotment import SlotAllotment
 from antiphon.kv_transfer.transport import TransportFactory
@@ -108,7 +111,11 @@ class DecodeWorker:
             staging=make_staging(
                 self._engine.kv_cache, config.staging_slots("decode"), transfer.staging_slot_mib
             ),
-            transport_factory=transport_factory,
+            transport_factory=with_same_host(
+                transport_factory or nixl_transport,
+                Side.IS_WRITTEN,
+                host_mapping(config, self._engine.kv_cache.device),
+            ),
         )
         self._node = LinkNode(me, cluster_token, self, links)
         self._greeter: PrefillGreeter | None = None

@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 
 DIRECT_POLL_S = 0.0003
-STAGED_POLL_S = 0.0001
-"""A staged write passes through four hands, and each waits for the next poll."""
+FAST_POLL_S = 0.0001
+"""Of GPUs, and of staged writes, which pass through four hands: each waits for the next poll."""
 SEVER_POLL_S = 0.02
 """How often the connections that are being ended are looked at until they are closed."""
 
@@ -99,10 +99,11 @@ class KvEndpoint:
         self._on_landed = on_landed
         self._faulty: set[str] = set()
         """Agents whose first refused message was logged."""
+        on_gpu = any(region.memory == "VRAM" for region in pages.memory_regions())
         self._transfer = TransferThread(
             *(self._open_transport, self._notified, on_failure),
             write_timeout_s=settings.write_timeout_s,
-            busy_poll_s=DIRECT_POLL_S if staging is None else STAGED_POLL_S,
+            busy_poll_s=FAST_POLL_S if staging is not None or on_gpu else DIRECT_POLL_S,
         )
         self._sender: StagedSender | None = None
         self._receiver: StagedReceiver | None = None
@@ -112,6 +113,8 @@ class KvEndpoint:
             counts = {region.group: region.pages for region in pages.memory_regions()}
             self._receiver = StagedReceiver(*common, counts, on_landed)
         self._slots: dict[PeerLife, SlotRange] = {}
+        self._mapped: set[PeerLife] = set()
+        """Peers into whose pages this rank's GPU writes itself: nothing is staged for them."""
         self._probe = ProbePages(self._layouts, shard, pages, settings.epoch)
         self._arrivals = arrivals
         self._endings: dict[PeerLife, list[_Ending]] = {}
@@ -164,12 +167,12 @@ class KvEndpoint:
         *,
         granted: SlotRange | None = None,
         severed: bool = False,
-    ) -> Future[None]:
+    ) -> Future[bool]:
         """See RankKv."""
         pages = tuple(rank_pages(self._layouts, tensor_parallel, memory) for memory in ranks)
         kv = PeerKv(peer.worker_id, peer.epoch, pages)
 
-        def connect_all(transport: Transport) -> None:
+        def connect_all(transport: Transport) -> bool:
             named = [transport.connect(memory.agent_metadata) for memory in ranks]
             if set(named) != kv.agent_names:
                 raise TransferError("handshake", f"metadata of {named} instead of {sorted(kv.agent_names)}")
@@ -177,6 +180,9 @@ class KvEndpoint:
                 self._sender.severed(peer)
             if granted is not None and self._receiver is not None:
                 self._receiver.let_stage(kv, granted)
+            mapped = all(transport.maps(name) for name in named)
+            (self._mapped.add if mapped else self._mapped.discard)(peer)
+            return mapped
 
         self._peers[peer] = kv
         if staging is not None:
@@ -187,6 +193,7 @@ class KvEndpoint:
         """See RankKv."""
         kv = self._peers.pop(peer, None)
         self._slots.pop(peer, None)
+        self._mapped.discard(peer)
         sender = self._sender
         if sender is not None:
             self._transfer.soon(lambda: sender.forget(peer))
@@ -233,7 +240,7 @@ class KvEndpoint:
             kv.check_pages({group: [theirs for _, theirs in pairs] for group, pairs in wanted.items()})
         except HandshakeError as error:
             return failed(TransferError("post", str(error)))
-        slots = self._slots.get(peer)
+        slots = None if peer in self._mapped else self._slots.get(peer)
         if slots is not None and self._sender is not None:
             return self._sender.ship(kv, slots, order, lambda: self._fences.passed(order.ready_after))
         return _started(self._shipper).ship(kv, order, lambda: self._fences.passed(order.ready_after))

@@ -24,11 +24,11 @@ def failed(error: TransferError) -> Future[T]:
     return future
 
 
-def without_result(future: Future[list[None]]) -> Future[None]:
-    """The same end, without the list."""
+def without_result(future: Future[T]) -> Future[None]:
+    """The same end, without the result."""
     ended: Future[None] = Future()
 
-    def end(inner: Future[list[None]]) -> None:
+    def end(inner: Future[T]) -> None:
         error = inner.exception()
         if error is not None:
             ended.set_exception(error)

@@ -11,9 +11,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import msgspec
 
+from antiphon.kv_transfer.host import host_identity
 from antiphon.kv_transfer.peer_memory import MappedPeer, Offer, OpenHandles, PeerMemory, RunningCopy
 from antiphon.kv_transfer.transport import Copies, Memory, Transport, TransportFactory, WriteId, WriteState
 from antiphon.protocol.errors import TransferError
@@ -28,22 +30,20 @@ class Side(Enum):
     IS_WRITTEN = "offers its own"
 
 
-@dataclass(frozen=True, slots=True)
-class SameHost:
-    """How one rank exchanges KV with peers of its host.
+class HostReach(Protocol):
+    """How one rank reaches memory of GPUs of its host."""
 
-    Attributes:
-        memory: its device; absent, nothing is offered or mapped.
-        obstacle: why it is absent.
-        host: of this process; empty is never the same as another.
-        required: a peer whose memory cannot be mapped is refused.
-    """
+    @property
+    def memory(self) -> PeerMemory | None:
+        """Its device; absent, nothing is offered or mapped."""
 
-    side: Side
-    memory: PeerMemory | None
-    obstacle: str
-    host: str
-    required: bool
+    @property
+    def obstacle(self) -> str:
+        """Why it is absent."""
+
+    @property
+    def required(self) -> bool:
+        """Whether a peer is refused whose memory cannot be mapped."""
 
 
 class _Metadata(msgspec.Struct, frozen=True):
@@ -67,13 +67,20 @@ class _Write:
 
 
 class MappedTransport:
-    """See Transport, and the module."""
+    """See Transport, and the module.
 
-    def __init__(self, inner: Transport, same_host: SameHost) -> None:
+    Args:
+        inner: carries what is not copied by this rank's GPU.
+        host: of this process; empty is never the same as another.
+    """
+
+    def __init__(self, inner: Transport, side: Side, reach: HostReach, host: str) -> None:
         self._inner = inner
-        self._same_host = same_host
+        self._side = side
+        self._memory, self._obstacle, self._required = reach.memory, reach.obstacle, reach.required
+        self._host = host
         self._registered: list[Memory] = []
-        self._handles = OpenHandles(same_host.memory) if same_host.memory is not None else None
+        self._handles = OpenHandles(self._memory) if self._memory is not None else None
         self._mapped: dict[str, MappedPeer] = {}
         self._writes: dict[WriteId, _Write | WriteId] = {}
         """Writes of the transport inside by their names there."""
@@ -92,16 +99,16 @@ class MappedTransport:
     def metadata(self) -> bytes:
         """See Transport."""
         offers: tuple[Offer, ...] = ()
-        obstacle = self._same_host.obstacle
-        if self._same_host.side is Side.IS_WRITTEN and self._same_host.memory is not None:
+        obstacle, memory = self._obstacle, self._memory
+        if self._side is Side.IS_WRITTEN and memory is not None:
             try:
-                offers = tuple(self._offer(self._same_host.memory, span) for span in self._registered)
+                offers = tuple(_offer(memory, span) for span in self._registered)
             except RuntimeError as error:
                 obstacle = str(error)
-                if self._same_host.required:
-                    raise TransferError("handshake", f"transfer.same_host: {obstacle}") from error
+                if self._required:
+                    raise TransferError("handshake", f"transfer.same_host required: {obstacle}") from error
                 _log.warning("no peer can map this worker's pages: %s", obstacle)
-        metadata = _Metadata(self._inner.metadata(), self._same_host.host, offers, obstacle)
+        metadata = _Metadata(self._inner.metadata(), self._host, offers, obstacle)
         return msgspec.msgpack.encode(metadata)
 
     def connect(self, metadata: bytes) -> str:
@@ -111,13 +118,13 @@ class MappedTransport:
         except msgspec.DecodeError as error:
             raise TransferError("handshake", f"undecodable metadata: {error}") from error
         peer = self._inner.connect(theirs.inner)
-        if self._same_host.side is Side.IS_WRITTEN:
+        if self._side is Side.IS_WRITTEN:
             return peer
         obstacle = self._map(peer, theirs)
         if not obstacle:
             _log.info("KV goes straight into the pages of %s", peer)
-        elif self._same_host.required:
-            raise TransferError("handshake", f"transfer.same_host is required, and {peer}: {obstacle}")
+        elif self._required:
+            raise TransferError("handshake", f"transfer.same_host required, and of {peer}: {obstacle}")
         else:
             _log.info("KV goes through the network's transport to %s: %s", peer, obstacle)
         return peer
@@ -195,19 +202,13 @@ class MappedTransport:
             _log.warning("copies into %s were under way at the end", ", ".join(sorted(self._mapped)))
         self._inner.close()
 
-    def _offer(self, memory: PeerMemory, span: Memory) -> Offer:
-        if span.kind != "VRAM":
-            raise RuntimeError(f"{span.kind} is not memory of a GPU")
-        handle, offset = memory.export(span.address, span.length_bytes)
-        return Offer(span.address, span.length_bytes, handle, offset)
-
     def _map(self, peer: str, theirs: _Metadata) -> str:
         """Map what a peer offers; what stands in the way, or nothing."""
         if self._handles is None:
-            return self._same_host.obstacle
+            return self._obstacle
         if not theirs.offers:
             return theirs.obstacle or "it offers no memory"
-        if not theirs.host or theirs.host != self._same_host.host:
+        if not theirs.host or theirs.host != self._host:
             return "it is on another host"
         known = self._mapped.get(peer)
         if known is None:
@@ -223,7 +224,7 @@ class MappedTransport:
 
     def _copy(self, peer: str, copies: list[Copies], notification: bytes) -> _Write | None:
         """Begin a copy; None if this write is for the transport inside."""
-        mapped, memory = self._mapped.get(peer), self._same_host.memory
+        mapped, memory = self._mapped.get(peer), self._memory
         if mapped is None or memory is None or not mapped.connected or not copies:
             return None
         for part in copies:
@@ -260,6 +261,14 @@ class MappedTransport:
             mapped.close()
 
 
-def with_same_host(factory: TransportFactory, same_host: SameHost) -> TransportFactory:
-    """Make transports that write into peers of this host directly."""
-    return lambda agent_name: MappedTransport(factory(agent_name), same_host)
+def _offer(memory: PeerMemory, span: Memory) -> Offer:
+    handle, offset = memory.export(span.address, span.length_bytes)
+    return Offer(span.address, span.length_bytes, handle, offset)
+
+
+def with_same_host(factory: TransportFactory, side: Side, reach: HostReach | None) -> TransportFactory:
+    """Make transports that also reach GPUs of this host; None leaves them as they are."""
+    if reach is None:
+        return factory
+    host = host_identity()
+    return lambda agent_name: MappedTransport(factory(agent_name), side, reach, host)

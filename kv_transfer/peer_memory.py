@@ -148,7 +148,6 @@ class MappedPeer:
     def _find(self, span: Memory) -> int | None:
         for mapped in self._spans:
             offset = span.address - mapped.offer.address
-            inside = 0 <= offset <= mapped.offer.length_bytes - span.length_bytes
-            if span.kind == "VRAM" and inside:
+            if 0 <= offset <= mapped.offer.length_bytes - span.length_bytes:
                 return mapped.address + offset
         return None

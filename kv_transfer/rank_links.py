@@ -76,7 +76,7 @@ class RemoteRank:
         *,
         granted: SlotRange | None = None,
         severed: bool = False,
-    ) -> Future[None]:
+    ) -> Future[bool]:
         """See RankKv."""
         life, them = (peer.worker_id, peer.epoch), tuple(ranks)
         theirs, mine = (None if each is None else (each.first, each.count) for each in (staging, granted))
@@ -84,7 +84,7 @@ class RemoteRank:
             lambda number: ConnectPeer(
                 number, *life, tensor_parallel, them, theirs, granted=mine, severed=severed
             ),
-            _nothing,
+            lambda answer: answer.mapped,
         )
 
     def disconnect(self, peer: PeerLife) -> Future[None]:

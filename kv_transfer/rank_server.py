@@ -44,6 +44,10 @@ MakeEndpoint = Callable[
 """Makes this rank's endpoint from what rank 0 said, ``on_landed`` and ``on_failure``."""
 
 
+_Outcome = Future[Shipped] | Future[bool] | Future[int] | Future[None]
+"""What a call gives back, see RankKv."""
+
+
 class RankServer:
     """Serves one rank's ``KvEndpoint`` to rank 0 over a link.
 
@@ -123,7 +127,7 @@ class RankServer:
         else:
             _log.warning("%s sent a %s to another rank", peer, type(message).__name__)
 
-    def _carry_out(self, message: RankCall) -> Future[Shipped] | Future[int] | Future[None]:
+    def _carry_out(self, message: RankCall) -> _Outcome:
         endpoint = self._endpoint
         try:
             match message:
@@ -154,8 +158,8 @@ class RankServer:
             refused.set_exception(TransferError("handshake", str(error)))
             return refused
 
-    def _answer(self, peer: Peer, call: int, future: Future[Shipped] | Future[int] | Future[None]) -> None:
-        def done(ended: Future[Shipped] | Future[int] | Future[None]) -> None:
+    def _answer(self, peer: Peer, call: int, future: _Outcome) -> None:
+        def done(ended: _Outcome) -> None:
             error = ended.exception()
             if isinstance(error, TransferError):
                 self._node.send(
@@ -166,7 +170,9 @@ class RankServer:
             else:
                 result, writes = ended.result(), self._taken_writes()
                 if isinstance(result, Shipped):
-                    answer = RankAnswer(call, "", "", result.notification, result.size_bytes, writes)
+                    answer = RankAnswer(call, "", "", result.notification, result.size_bytes, writes=writes)
+                elif isinstance(result, bool):
+                    answer = RankAnswer(call, mapped=result, writes=writes)
                 else:
                     answer = RankAnswer(call, size_bytes=result or 0, writes=writes)
                 self._node.send(peer, answer)

@@ -52,8 +52,11 @@ class RankKv(Protocol):
         *,
         granted: SlotRange | None = None,
         severed: bool = False,
-    ) -> Future[None]:
+    ) -> Future[bool]:
         """Connect to every rank of a peer, of which ``staging`` is for us; twice is harmless.
+
+        Returns:
+            whether this rank's GPU writes straight into the pages of them all.
 
         Args:
             granted: slots of ours that are for the peer.

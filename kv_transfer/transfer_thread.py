@@ -263,10 +263,10 @@ class TransferThread:
 
     def _pause_s(self) -> float:
         """Until the next poll, unless something is asked for before."""
-        if not (self._in_flight or self._not_ready or self._expecting > 0):
-            return self._idle_poll_s
-        hot = time.monotonic() - self._stirred_at < HOT_S
-        return min(HOT_POLL_S, self._busy_poll_s) if hot else self._busy_poll_s
+        if time.monotonic() - self._stirred_at < HOT_S:
+            return min(HOT_POLL_S, self._busy_poll_s)
+        busy = self._in_flight or self._not_ready or self._expecting > 0
+        return self._busy_poll_s if busy else self._idle_poll_s
 
     def _poll(self, transport: Transport, record: _InFlight) -> None:
         seconds = time.monotonic() - record.posted_at

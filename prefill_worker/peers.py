@@ -48,6 +48,8 @@ class _Candidate:
     state: PeerState = PeerState.GREETING
     retry_s: float = _FIRST_RETRY_S
     detail: str = ""
+    mapped: bool = False
+    """Every rank's GPU writes straight into its pages."""
 
 
 class DecodePeers:
@@ -177,10 +179,11 @@ class DecodePeers:
         self._node.send(peer, hello)
 
     def _connected(
-        self, candidate: _Candidate, life: PeerLife, pages: dict[str, int], done: Future[list[None]]
+        self, candidate: _Candidate, life: PeerLife, pages: dict[str, int], done: Future[list[bool]]
     ) -> None:
         if self._gone(candidate, done):
             return
+        candidate.mapped = all(done.result())
         written = all_of([rank.write_probe(life, pages) for rank in self._ranks])
         self._thread.when_done(written, lambda done: self._written_once(candidate, life, pages, done))
 
@@ -203,9 +206,10 @@ class DecodePeers:
         regions = [region for rank in self._ranks for region in rank.memory.regions]
         once = sum(region.page_bytes for region in regions if region.group in pages)
         epochs = self._node.me.epoch, candidate.peer.epoch
-        self._node.send(candidate.peer, KvProbe(*epochs, TIMED_ROUNDS * once, seconds))
+        probe = KvProbe(*epochs, TIMED_ROUNDS * once, seconds, candidate.mapped)
+        self._node.send(candidate.peer, probe)
 
-    def _gone(self, candidate: _Candidate, done: Future[list[None]]) -> bool:
+    def _gone(self, candidate: _Candidate, done: Future[list[bool]] | Future[list[None]]) -> bool:
         """Whether a step of a handshake led nowhere: it failed, or its link has ended meanwhile."""
         if self._candidates.get(candidate.peer) is not candidate:
             return True

@@ -14,10 +14,12 @@ from collections.abc import Callable
 
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.engine.events import EngineEvent, KvWritten, PagesReserved, PrefillStarted
+from antiphon.engine.kv_mapping import host_mapping
 from antiphon.engine.kv_staging import make_staging
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.thread import EngineThread
 from antiphon.kv_transfer.endpoint import nixl_transport
+from antiphon.kv_transfer.mapped_transport import Side, with_same_host
 from antiphon.kv_transfer.measured_transport import measured
 from antiphon.kv_transfer.transport import TransportFactory
 from antiphon.kv_transfer.worker_kv import Followers, WorkerKv
@@ -83,6 +85,9 @@ class PrefillWorker:
         transfer, model = config.transfer, config.model
         me = Peer(Role.PREFILL, worker_id, self._address.epoch)
         links = LinkSettings(heartbeat_s=transfer.heartbeat_s, lease_s=transfer.lease_s)
+        transports = with_same_host(
+            transport_factory or nixl_transport, Side.WRITES, host_mapping(config, self._fence_device)
+        )
         self._fingerprint = self._engine.kv_cache.fingerprint(model.name, model.revision or "")
         self._kv = WorkerKv(
             me,
@@ -102,7 +107,7 @@ class PrefillWorker:
             staging=make_staging(
                 self._engine.kv_cache, config.staging_slots("prefill"), transfer.staging_slot_mib
             ),
-            transport_factory=measured(transport_factory or nixl_transport, self.metrics.transfers),
+            transport_factory=measured(transports, self.metrics.transfers),
         )
         self._node = LinkNode(me, cluster_token, self, links)
         self._peers: DecodePeers | None = None

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version of every message in this package. History:
 
 1: first form.
@@ -17,6 +17,8 @@ PROTOCOL_VERSION = 4
 3: a broken connection is severed before the next welcome (KvHello.broken, KvWelcome.severed), on every rank
    (SeverWriter).
 4: full layers may hold FP8 (KvFingerprint.full_kv_dtype).
+5: a slot is granted to its writer (ConnectPeer.granted); GPUs of one host write into each other's pages
+   (KvProbe.mapped, RankAnswer.mapped), and metadata of their transfer agents says how to map these.
 """
 
 FP8_E4M3 = "fp8_e4m3"

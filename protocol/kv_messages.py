@@ -76,6 +76,8 @@ class KvProbe(Message, frozen=True):
     """Of the timed rounds that followed the first one, all ranks together."""
     seconds: float = 0.0
     """How long those rounds took."""
+    mapped: bool = False
+    """Every rank's GPU wrote straight into your pages, which it has mapped."""
 
 
 class KvProbeResult(Message, frozen=True):
@@ -85,7 +87,8 @@ class KvProbeResult(Message, frozen=True):
     ok: bool
     detail: str
     path: str = ""
-    """``tcp``, or ``direct``: shared memory, CUDA IPC or RDMA."""
+    """``mapped``: the writer's GPUs write into the pages themselves. Otherwise what the transport between
+    processes took: ``tcp``, or ``direct``, which is shared memory, CUDA IPC or RDMA."""
 
 
 class WriteKey(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):

@@ -167,6 +167,8 @@ class RankAnswer(Message, frozen=True):
     """ShipPages: the WriteDone that the peer was sent."""
     size_bytes: int = 0
     """ShipPages: what was written. CheckProbe: what came over TCP."""
+    mapped: bool = False
+    """ConnectPeer: this rank's GPU writes straight into the pages of every rank of the peer."""
     writes: tuple[WriteSample, ...] = ()
     """Writes of this rank that ended since its last answer, for rank 0's metrics."""
 

@@ -39,7 +39,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page_use: float = 0.0
     """Share of the pages of full-attention layers that requests hold, 0 to 1."""
     kv_paths: dict[str, tuple[str, float]] = {}
-    """Ready KV peer -> how KV moves between the two (``tcp`` or ``direct``), and bytes/s of the self-test."""
+    """Ready KV peer -> how KV moves between the two (``mapped``, ``direct`` or ``tcp``, see KvProbeResult),
+    and bytes/s of the self-test."""
     overdue_writers: tuple[tuple[str, int], ...] = ()
     """(worker id, epoch) of peers told to stop writing here longer ago than a lease, which have not said that
     they did; their pages stay set aside until the supervisor has ended that life."""

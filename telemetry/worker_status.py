@@ -64,6 +64,10 @@ class WorkerStatusCollector:
                 "KV peers whose KV moves over TCP: right without RDMA, a fallback with it.",
                 sum(path == "tcp" for path, _ in now.kv_paths.values()),
             ),
+            "kv_peers_mapped": (
+                "KV peers of one host whose GPUs write straight into the pages here.",
+                sum(path == "mapped" for path, _ in now.kv_paths.values()),
+            ),
             "kv_slowest_path_bytes_per_second": (
                 "Rate of the slowest KV peer in the self-test of its handshake; 0 without a peer.",
                 min((rate for _, rate in now.kv_paths.values()), default=0.0),

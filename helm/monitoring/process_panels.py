@@ -230,6 +230,7 @@ def transfers() -> list[Panel]:
             "none",
             Query(rate("kv_handshakes_total", by="result"), "{{result}}"),
             Query(gauge("kv_peers", by="engine"), "{{engine}}: peers"),
+            Query(gauge("kv_peers_mapped", by="engine"), "{{engine}}: written by their GPUs"),
             Query(gauge("kv_peers_over_tcp", by="engine"), "{{engine}}: over TCP"),
         ),
         lines(

@@ -52,6 +52,14 @@ def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
         ),
         (MODEL + "prefill: {device: cuda, chunk_graph_tokens: [128, 64]}\n", "do not ascend"),
         (MODEL + "prefill: {device: cuda, chunk_graph_tokens: [64, 1024]}\n", "chunk_tokens 512"),
+        (
+            MODEL + "prefill: {device: cuda}\ntransfer: {same_host: required}\n",
+            "transfer.same_host required with decode.device cpu",
+        ),
+        (
+            MODEL + "decode: {device: cuda}\ntransfer: {same_host: required}\n",
+            "transfer.same_host required with prefill.device cpu",
+        ),
         (MODEL + "prefill: {replicas: 0}\n", "prefill.replicas 0 with decode.local_prefill never"),
         (MODEL + "decode: {local_prefill: always}\n", "prefill.replicas 1 with decode.local_prefill always"),
         (MODEL + "decode: {replicas: 0}\n", "at least one decode worker"),
@@ -78,6 +86,19 @@ def test_a_colocated_deployment_has_no_prefill_workers(tmp_path: Path) -> None:
     short = load_deployment(write(tmp_path, MODEL + "decode: {local_prefill: short}\n")).decode
     assert short.local_prefill_limit_tokens == short.local_prefill_max_tokens
     assert load_deployment(write(tmp_path, MODEL)).decode.local_prefill_limit_tokens == 0
+
+
+def test_slots_are_for_gpus_that_are_not_written_directly(tmp_path: Path) -> None:
+    gpus = MODEL + "prefill: {device: cuda}\ndecode: {device: cuda}\n"
+    for text, expected in (
+        (MODEL, (0, 0)),
+        (gpus, (4, 8)),
+        (gpus + "transfer: {same_host: never}\n", (4, 8)),
+        (gpus + "transfer: {same_host: required}\n", (0, 0)),
+        (gpus + "transfer: {same_host: required, staging_slots: 1}\n", (1, 2)),
+    ):
+        config = load_deployment(write(tmp_path, text))
+        assert (config.staging_slots("prefill"), config.staging_slots("decode")) == expected
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

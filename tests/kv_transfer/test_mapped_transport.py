@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from shared_memory_device import Allocation, SharedHost, SharedMemoryDevice
 
 from antiphon.kv_transfer.host import host_identity
 from antiphon.kv_transfer.in_process import InProcessNetwork, InProcessTransport
-from antiphon.kv_transfer.mapped_transport import MappedTransport, SameHost, Side
+from antiphon.kv_transfer.mapped_transport import MappedTransport, Side, with_same_host
 from antiphon.kv_transfer.transport import Copies, Memory, WriteId, WriteState
 from antiphon.protocol.errors import TransferError
 
@@ -20,6 +21,15 @@ HERE = "this host"
 
 def runs(*rows: tuple[int, int, int]) -> np.ndarray:
     return np.array(rows, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Implements ``HostReach``."""
+
+    memory: SharedMemoryDevice | None
+    obstacle: str = ""
+    required: bool = False
 
 
 class Pair:
@@ -36,27 +46,14 @@ class Pair:
         self.writer.register([self.mine])
         self.receiver = self.make_receiver("d/1", their_host)
 
-    def make_writer(self, **changes: Any) -> MappedTransport:
-        inner = self.network.transport("p")
-        self.inner = inner
-        side: dict[str, Any] = {
-            "side": Side.WRITES,
-            "memory": self.device,
-            "obstacle": "",
-            "host": HERE,
-            "required": self.required,
-        }
-        return MappedTransport(inner, SameHost(**(side | changes)))
+    def make_writer(self, name: str = "p", host: str = HERE, **changes: Any) -> MappedTransport:
+        reach = Reach(**({"memory": self.device, "required": self.required} | changes))
+        return MappedTransport(self.network.transport(name), Side.WRITES, reach, host)
 
     def make_receiver(self, name: str, host: str = HERE, **changes: Any) -> MappedTransport:
-        side: dict[str, Any] = {
-            "side": Side.IS_WRITTEN,
-            "memory": SharedMemoryDevice(self.host),
-            "obstacle": "",
-            "host": host,
-            "required": self.required,
-        }
-        receiver = MappedTransport(self.network.transport(name), SameHost(**(side | changes)))
+        device = SharedMemoryDevice(self.host)
+        reach = Reach(**({"memory": device, "required": self.required} | changes))
+        receiver = MappedTransport(self.network.transport(name), Side.IS_WRITTEN, reach, host)
         receiver.register(self.theirs)
         return receiver
 
@@ -176,7 +173,7 @@ def test_nothing_is_mapped_on_another_host(
     caplog.set_level(logging.INFO)
     pair = Pair(required=required, their_host=their_host)
     if required:
-        with pytest.raises(TransferError, match="is required, and d/1: it is on another host") as caught:
+        with pytest.raises(TransferError, match="required, and of d/1: it is on another host") as caught:
             pair.writer.connect(pair.receiver.metadata())
         assert caught.value.stage == "handshake"
     else:
@@ -192,9 +189,7 @@ def test_nothing_is_mapped_on_another_host(
 
 def test_a_host_that_cannot_be_told_is_never_the_same() -> None:
     pair = Pair(their_host="")
-    writer = MappedTransport(
-        pair.network.transport("q"), SameHost(Side.WRITES, pair.device, "", "", required=False)
-    )
+    writer = pair.make_writer("q", "")
     writer.connect(pair.receiver.metadata())
     assert not writer.maps("d/1")
     assert host_identity() == host_identity() != ""
@@ -226,11 +221,10 @@ def fail() -> int:
 def test_an_end_without_peer_memory_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     pair = Pair()
-    off = pair.make_receiver("off", memory=None, obstacle="transfer.same_host is off there")
+    off = pair.make_receiver("off", memory=None, obstacle="transfer.same_host is never")
     pair.writer.connect(off.metadata())
-    assert "to off: transfer.same_host is off there" in caplog.text
-    pair.network.kill("p")
-    writer = pair.make_writer(memory=None, obstacle="this GPU is of another kind")
+    assert "to off: transfer.same_host is never" in caplog.text
+    writer = pair.make_writer("q", memory=None, obstacle="this GPU is of another kind")
     writer.connect(pair.receiver.metadata())
     assert "to d/1: this GPU is of another kind" in caplog.text
     assert not writer.maps("d/1")
@@ -250,9 +244,9 @@ def test_memory_that_cannot_be_exported_is_not_offered(required: bool) -> None:
     assert not pair.writer.maps("d/2")
 
 
-def test_memory_of_the_host_is_not_offered(pair: Pair) -> None:
+def test_all_of_an_end_is_offered_or_nothing(pair: Pair) -> None:
     receiver = pair.make_receiver("d/2")
-    receiver.register([Memory(pair.target.memory.address, 16)])
+    receiver.register([Memory(16, 16)])
     pair.writer.connect(receiver.metadata())
     assert not pair.writer.maps("d/2")
 
@@ -364,3 +358,13 @@ def test_metadata_of_another_kind_is_a_handshake_error(pair: Pair) -> None:
     with pytest.raises(TransferError, match="undecodable") as caught:
         pair.writer.connect(plain)
     assert caught.value.stage == "handshake"
+
+
+def test_transports_are_left_alone_where_no_gpus_meet(pair: Pair) -> None:
+    plain = pair.network.transport
+    assert with_same_host(plain, Side.WRITES, None) is plain
+    writer = with_same_host(plain, Side.WRITES, Reach(pair.device))("q")
+    receiver = with_same_host(plain, Side.IS_WRITTEN, Reach(SharedMemoryDevice(pair.host)))("d/2")
+    receiver.register(pair.theirs)
+    writer.connect(receiver.metadata())
+    assert writer.maps("d/2"), "both are on the host that runs this"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mapped_network import MappedNetwork
 
 from antiphon.cluster.rank_assembly import follow_in
 from antiphon.cluster.worker_assembly import assemble_worker
@@ -205,17 +206,21 @@ def answers(router: Any) -> list[list[int]]:
     return [router.requests[name].tokens for name in names]
 
 
-@pytest.mark.parametrize("staging_slots", [0, 2], ids=["direct", "staged"])
+@pytest.mark.parametrize("way", ["direct", "staged", "mapped"])
 @pytest.mark.parametrize("decode", [1, 2, 4])
 @pytest.mark.parametrize("prefill", [1, 2, 4])
 def test_any_prefill_layout_feeds_any_decode_layout(
-    prefill: int, decode: int, staging_slots: int, start: Any, expected: list[list[int]]
+    prefill: int, decode: int, way: str, start: Any, expected: list[list[int]]
 ) -> None:
-    pair, router = start(
-        InProcessNetwork(), prefill, decode, experts=True, staging_slots=staging_slots, staging_slot_mib=1
-    )
+    mapped = MappedNetwork(required=True)
+    slots = {"staging_slots": 0 if way == "direct" else 2, "staging_slot_mib": 1}
+    network = mapped if way == "mapped" else InProcessNetwork()
+    pair, router = start(network, prefill, decode, experts=True, **slots)
     assert answers(router) == expected
     pair.idle()
+    assert pair.decode.worker.status().kv_paths["prefill-0"][0] == ("mapped" if way == "mapped" else "direct")
+    if way == "mapped":  # nothing is staged, though there are slots
+        assert mapped.device.copied_bytes >= pair.prefill.worker.status().counters["bytes_sent"]
     counters = pair.prefill.worker.status().counters
     writes = 2 * sum(-(-(length - 1) // 32) for length in PROMPTS)
     assert counters["writes_done"] == prefill * writes

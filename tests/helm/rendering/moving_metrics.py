@@ -163,7 +163,7 @@ class MovingProcesses:
             counters={name: self._count() for name in COUNTERS},
             overdue_writers=(("x", 1),) * self._some(),
             kv_paths={
-                f"peer-{i}": (self._chance.choice(("tcp", "direct")), self._chance.random() * 1e9)
+                f"peer-{i}": (self._chance.choice(("tcp", "direct", "mapped")), self._chance.random() * 1e9)
                 for i in range(self._some())
             },
         )

@@ -1,0 +1,74 @@
+"""What one rank's GPU does with KV memory of other processes of its host: export, map, copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from antiphon.configs.schema import DeploymentConfig
+from antiphon.kernels.collectives.ipc_memory import CudaIpcMemory
+from antiphon.kernels.ipc.run_copy import BLOCKS, RunCopier, RunningCopy, serves
+from antiphon.protocol.errors import ConfigError
+
+
+class KvMapping:
+    """Implements ``kv_transfer.peer_memory.PeerMemory`` on an H200; for one thread.
+
+    Args:
+        blocks: of each copy's launch.
+
+    Raises:
+        KernelLibraryError: the copies' library was not built.
+    """
+
+    def __init__(self, device: torch.device, blocks: int = BLOCKS) -> None:
+        self._memory = CudaIpcMemory(device)
+        self._copier = RunCopier(device, blocks)
+
+    def export(self, address: int, size_bytes: int) -> tuple[bytes, int]:
+        """See PeerMemory."""
+        return self._memory.export(address, size_bytes)
+
+    def open(self, handle: bytes) -> int:
+        """See PeerMemory."""
+        return self._memory.open(handle)
+
+    def close(self, address: int) -> None:
+        """See PeerMemory."""
+        self._memory.close(address)
+
+    def copy(self, runs: NDArray[np.int64]) -> RunningCopy:
+        """See PeerMemory."""
+        return self._copier.copy(runs)
+
+
+@dataclass(frozen=True, slots=True)
+class HostMapping:
+    """Implements ``kv_transfer.mapped_transport.HostReach``."""
+
+    memory: KvMapping | None
+    obstacle: str
+    required: bool
+
+
+def host_mapping(config: DeploymentConfig, device: torch.device) -> HostMapping | None:
+    """How this rank reaches GPUs of its host; None where KV does not move between GPUs.
+
+    Raises:
+        ConfigError: ``transfer.same_host`` is required and this GPU cannot.
+        KernelLibraryError: the copies' library was not built.
+    """
+    mode = config.transfer.same_host
+    if not config.between_gpus:
+        return None
+    if mode == "never":
+        return HostMapping(None, "transfer.same_host is never", required=False)
+    if serves(device):
+        return HostMapping(KvMapping(device), "", mode == "required")
+    obstacle = f"{torch.cuda.get_device_name(device)} does not run the copies' kernels, which are an H200's"
+    if mode == "required":
+        raise ConfigError(f"transfer.same_host required: {obstacle}")
+    return HostMapping(None, obstacle, required=False)

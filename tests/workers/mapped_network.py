@@ -1,0 +1,81 @@
+"""A network of one process and host, where prefill workers write into pages of decode workers themselves."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.kv_transfer.in_process import InProcessNetwork
+from antiphon.kv_transfer.mapped_transport import MappedTransport, Side
+from antiphon.kv_transfer.transport import Transport
+
+
+class _Copied:
+    def __init__(self, device: OneProcess, runs: NDArray[np.int64]) -> None:
+        self._device, self._runs = device, runs
+
+    def done(self) -> bool:
+        if not self._device.goes_on.is_set():
+            return False
+        for source, destination, length in self._runs.tolist():
+            ctypes.memmove(destination, source, length)
+        self._runs = self._runs[:0]
+        return True
+
+
+@dataclass
+class OneProcess:
+    """Implements ``PeerMemory`` and ``HostReach``: what is exported lies where it lies."""
+
+    required: bool = False
+    obstacle: str = ""
+    goes_on: threading.Event = field(default_factory=threading.Event)
+    """Cleared: copies do not end."""
+    opened: Counter[bytes] = field(default_factory=Counter)
+    closed: Counter[bytes] = field(default_factory=Counter)
+    copied_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.goes_on.set()
+
+    @property
+    def memory(self) -> OneProcess:
+        return self
+
+    def export(self, address: int, size_bytes: int) -> tuple[bytes, int]:
+        return str(address).encode(), 0
+
+    def open(self, handle: bytes) -> int:
+        self.opened[handle] += 1
+        return int(handle)
+
+    def close(self, address: int) -> None:
+        self.closed[str(address).encode()] += 1
+
+    def copy(self, runs: NDArray[np.int64]) -> _Copied:
+        assert not (runs % 16).any(), "as the kernel needs it"
+        self.copied_bytes += int(runs[:, 2].sum())
+        return _Copied(self, runs)
+
+
+class MappedNetwork(InProcessNetwork):
+    """See the module.
+
+    Args:
+        hosts: beginning of an agent's name -> its host; others share one.
+    """
+
+    def __init__(self, *, required: bool = False, hosts: dict[str, str] | None = None) -> None:
+        super().__init__()
+        self.device = OneProcess(required)
+        self._hosts = hosts or {}
+
+    def transport(self, agent_name: str) -> Transport:  # type: ignore[override]
+        side = Side.WRITES if agent_name.startswith("prefill") else Side.IS_WRITTEN
+        hosts = (host for begin, host in self._hosts.items() if agent_name.startswith(begin))
+        return MappedTransport(super().transport(agent_name), side, self.device, next(hosts, "a host"))
