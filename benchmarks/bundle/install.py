@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from antiphon.benchmarks.bundle.manifest import Item, Manifest, PeerTree, part_folder, sha256_of
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ("torch", "triton", "numpy")
+NEEDED = ("torch", "triton", "numpy", "pytest")
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """Multicast between GPUs needs rights that few machines give."""
 PEER_ENVIRONMENT = {
@@ -113,7 +113,7 @@ def refuse_another_machine(manifest: Manifest) -> None:
     """Say at once what this machine lacks.
 
     Raises:
-        InstallError: another Python than the wheels are for, or no torch, Triton or NumPy.
+        InstallError: another Python than the wheels are for, or one of what bundles build on is missing.
     """
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if here != manifest.python:

@@ -19,7 +19,9 @@ DRY=${DRY:-}
 TARGET=${TARGET:-/tmp/antiphon-bundle}
 RESERVE_S=20 # for a step that must be killed, and for what is said at the end
 LEAST_S=10   # a step that has less left is not begun
+export COLUMNS=120 # of tables
 begun=$(date -u +%Y-%m-%dT%H:%M:%S)
+
 # Seconds that are left for a step, less what is given.
 remaining() { echo $((LIMIT_S - SECONDS - RESERVE_S - ${1:-0})); }
 
@@ -58,7 +60,7 @@ step() {
     touch "$logs/$name.failed"
     return 1
   fi
-  [ -z "${SHOW:-}" ] || tail -n "$SHOW" "$log" | cut -c 1-200
+  [ -z "${SHOW:-}" ] || tail -n "$SHOW" "$log" | cut -b 1-600
 }
 
 # keep TITLE FILE: the end of a log among the results, whole even where steps end together.
@@ -90,7 +92,7 @@ finish() {
   for name in $(names failed); do
     code=1
     echo "--- the end of what $name said"
-    tail -n 15 "$logs/$name.log" | cut -c 1-300
+    tail -n 15 "$logs/$name.log" | cut -b 1-600
   done
   if [ -n "$(names left)" ]; then
     code=1
