@@ -19,6 +19,7 @@ from antiphon.kernels.attention import prefill_hopper
 from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write
 from antiphon.kernels.fp8_pages import KvLayer
+from antiphon.kernels.moe import chunk_norm
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import GptOssConfig
 from antiphon.model.converted_experts import ConvertedExperts
@@ -110,6 +111,7 @@ class CudaRankTransformer:
         self._norm = tensors.pop("norm.scale")
         self._unembedding = tensors.pop("unembedding.weight") if with_unembedding else None
         self._layers = [layer_weights(tensors, layer) for layer in range(config.num_hidden_layers)]
+        self._add_rms_norm_ = add_rms_norm_
         self._experts = self._make_experts(tensors, converted, resident_fp8)
         if tensors:
             raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
@@ -125,6 +127,7 @@ class CudaRankTransformer:
     ) -> RankExperts:
         layers = self.config.num_hidden_layers
         if takes_hopper_experts(self.config, self.layout, self.device):
+            self._add_rms_norm_ = chunk_norm.add_rms_norm_  # a launch of Triton's costs the host more
             hopper = HopperRankExperts(self.config, self.shape.experts, self.device, resident_fp8)
             add_hopper_layers(hopper, tensors, layers, converted)
             return hopper
@@ -251,7 +254,7 @@ class CudaRankTransformer:
         eps = self.config.rms_norm_eps
         if self._row_reduce is not None and x.shape[0] <= self._row_reduce.max_rows:
             return self._row_reduce.add_norm_(delta, x, weight, eps)
-        return add_rms_norm_(self._communicator.all_reduce(delta), x, weight, eps)
+        return self._add_rms_norm_(self._communicator.all_reduce(delta), x, weight, eps)
 
     def _attention(
         self,
