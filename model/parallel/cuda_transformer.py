@@ -111,7 +111,7 @@ class CudaRankTransformer:
         self._norm = tensors.pop("norm.scale")
         self._unembedding = tensors.pop("unembedding.weight") if with_unembedding else None
         self._layers = [layer_weights(tensors, layer) for layer in range(config.num_hidden_layers)]
-        self._add_rms_norm_ = add_rms_norm_
+        self._add_rms_norm_: Callable[[Tensor, Tensor, Tensor, float], Tensor] = add_rms_norm_
         self._experts = self._make_experts(tensors, converted, resident_fp8)
         if tensors:
             raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
