@@ -173,6 +173,9 @@ class FusedReduce:
     """Sum over ranks, residual and norm in one launch, one-shot or two-shot by the number of rows.
 
     Which, and up to how many rows, ``limits`` says; all ranks decide alike, by the number of rows alone.
+
+    Sums must follow one another on a rank's device, launched or replayed, whatever the stream: they use the
+    same memory in turn.
     """
 
     def __init__(
