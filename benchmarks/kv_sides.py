@@ -19,7 +19,7 @@ from antiphon.kv_transfer.plan import Shard
 from antiphon.kv_transfer.ranks import PeerLife
 from antiphon.kv_transfer.staging import SlotRange
 from antiphon.kv_transfer.step_fences import StepFences
-from antiphon.kv_transfer.transport import Copies, Memory, WriteState
+from antiphon.kv_transfer.transport import Copies, DeviceEvent, Memory, WriteState
 from antiphon.model.config import GptOssConfig, preset
 from antiphon.protocol.kv_messages import RankMemory
 from antiphon.protocol.rank_messages import ShipOrder, StepMark
@@ -242,10 +242,16 @@ def note_descriptors() -> None:
     """Write down every descriptor that NIXL is given in this process."""
     post = NixlTransport.post_write
 
-    def noting(self: NixlTransport, peer: str, copies: list[Copies], notification: bytes) -> object:
+    def noting(
+        self: NixlTransport,
+        peer: str,
+        copies: list[Copies],
+        notification: bytes,
+        after: DeviceEvent | None = None,
+    ) -> object:
         for part in copies:
             _seen_descriptors.extend(part.runs[:, 2].tolist())
-        return post(self, peer, copies, notification)
+        return post(self, peer, copies, notification, after)
 
     NixlTransport.post_write = noting  # type: ignore[method-assign, assignment]
 

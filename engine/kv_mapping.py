@@ -40,9 +40,9 @@ class KvMapping:
         """See PeerMemory."""
         self._memory.close(address)
 
-    def copy(self, runs: NDArray[np.int64]) -> RunningCopy:
+    def copy(self, runs: NDArray[np.int64], after: int | None) -> RunningCopy:
         """See PeerMemory."""
-        return self._copier.copy(runs)
+        return self._copier.copy(runs, after)
 
 
 @dataclass(frozen=True, slots=True)

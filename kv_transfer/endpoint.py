@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from antiphon.kv_transfer.arrivals import ARRIVALS, Arrivals
@@ -240,10 +241,15 @@ class KvEndpoint:
             kv.check_pages({group: [theirs for _, theirs in pairs] for group, pairs in wanted.items()})
         except HandshakeError as error:
             return failed(TransferError("post", str(error)))
-        slots = None if peer in self._mapped else self._slots.get(peer)
+        mark, fences = order.ready_after, self._fences
+        shipper = _started(self._shipper)
+        if peer in self._mapped:
+            event = partial(fences.device_fence, mark)
+            return shipper.ship(kv, order, partial(fences.passed, mark), event)
+        slots = self._slots.get(peer)
         if slots is not None and self._sender is not None:
-            return self._sender.ship(kv, slots, order, lambda: self._fences.passed(order.ready_after))
-        return _started(self._shipper).ship(kv, order, lambda: self._fences.passed(order.ready_after))
+            return self._sender.ship(kv, slots, order, partial(fences.passed, mark))
+        return shipper.ship(kv, order, partial(fences.passed, mark))
 
     def repeat(self, request_id: str, attempt: int, keys: frozenset[WriteKey]) -> None:
         """See RankKv."""

@@ -16,7 +16,14 @@ from enum import Enum
 
 import msgspec
 
-from antiphon.kv_transfer.transport import Copies, Memory, WriteId, WriteState
+from antiphon.kv_transfer.transport import (
+    Copies,
+    DeviceEvent,
+    Memory,
+    WriteId,
+    WriteState,
+    refuse_waiting,
+)
 from antiphon.protocol.errors import TransferError
 
 
@@ -274,8 +281,15 @@ class InProcessTransport:
         """See Transport."""
         self._peers.discard(peer)
 
-    def post_write(self, peer: str, copies: Sequence[Copies], notification: bytes) -> WriteId:
+    def post_write(
+        self,
+        peer: str,
+        copies: Sequence[Copies],
+        notification: bytes,
+        after: DeviceEvent | None = None,
+    ) -> WriteId:
         """See Transport."""
+        refuse_waiting(peer, after)
         if peer not in self._peers:
             raise TransferError("post", f"not connected to {peer}")
         write = self._network.post(self._name, peer, copies, notification)

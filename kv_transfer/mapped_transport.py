@@ -17,7 +17,15 @@ import msgspec
 
 from antiphon.kv_transfer.host import host_identity
 from antiphon.kv_transfer.peer_memory import MappedPeer, Offer, OpenHandles, PeerMemory, RunningCopy
-from antiphon.kv_transfer.transport import Copies, Memory, Transport, TransportFactory, WriteId, WriteState
+from antiphon.kv_transfer.transport import (
+    Copies,
+    DeviceEvent,
+    Memory,
+    Transport,
+    TransportFactory,
+    WriteId,
+    WriteState,
+)
 from antiphon.protocol.errors import TransferError
 
 _log = logging.getLogger(__name__)
@@ -146,13 +154,18 @@ class MappedTransport:
                 write.forsaken = True
         self._close_if_unused(peer, mapped)
 
-    def post_write(self, peer: str, copies: Sequence[Copies], notification: bytes) -> WriteId:
+    def post_write(
+        self,
+        peer: str,
+        copies: Sequence[Copies],
+        notification: bytes,
+        after: DeviceEvent | None = None,
+    ) -> WriteId:
         """See Transport."""
         self._next_id += 1
         write = WriteId(self._next_id)
-        self._writes[write] = self._copy(peer, list(copies), notification) or self._inner.post_write(
-            peer, copies, notification
-        )
+        copy = self._copy(peer, list(copies), notification, after)
+        self._writes[write] = copy or self._inner.post_write(peer, copies, notification, after)
         return write
 
     def state(self, write: WriteId) -> WriteState:
@@ -222,7 +235,9 @@ class MappedTransport:
             raise TransferError("handshake", f"{peer} offers other memory than before")
         return ""
 
-    def _copy(self, peer: str, copies: list[Copies], notification: bytes) -> _Write | None:
+    def _copy(
+        self, peer: str, copies: list[Copies], notification: bytes, after: DeviceEvent | None
+    ) -> _Write | None:
         """Begin a copy; None if this write is for the transport inside."""
         mapped, memory = self._mapped.get(peer), self._memory
         if mapped is None or memory is None or not mapped.connected or not copies:
@@ -235,7 +250,7 @@ class MappedTransport:
         if runs is None:
             return None
         try:
-            copy = memory.copy(runs)
+            copy = memory.copy(runs, None if after is None else after.handle)
         except ValueError as error:
             raise TransferError("post", f"{peer}: {error}") from error
         except RuntimeError as error:  # of a long write, a part may be under way

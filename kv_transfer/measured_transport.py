@@ -9,7 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from antiphon.kv_transfer.transport import Copies, Memory, Transport, TransportFactory, WriteId, WriteState
+from antiphon.kv_transfer.transport import (
+    Copies,
+    DeviceEvent,
+    Memory,
+    Transport,
+    TransportFactory,
+    WriteId,
+    WriteState,
+)
 from antiphon.protocol.rank_messages import WriteSample
 from antiphon.telemetry import buckets
 from antiphon.telemetry.loop_metrics import LoopHistograms
@@ -44,7 +52,9 @@ class TransferMetrics:
         def histograms(name: str, text: str, bounds: Sequence[float]) -> LoopHistograms:
             return LoopHistograms(f"{PREFIX}kv_transfer_{name}", text, bounds, "rank", registry)
 
-        self._seconds = histograms("seconds", "From posting a write to seeing it done.", buckets.TRANSFER_S)
+        self._seconds = histograms(
+            "seconds", "From posting a computed write to seeing it done.", buckets.TRANSFER_S
+        )
         self._post_seconds = histograms("post_seconds", "What posting a write took.", buckets.TRANSFER_S)
         self._bytes = histograms("bytes", "Size of a write.", buckets.TRANSFER_BYTES)
         self._descriptors = histograms("descriptors", "Runs of bytes in a write.", buckets.DESCRIPTORS)
@@ -105,6 +115,8 @@ class _Posted:
     post_seconds: float
     bytes: int
     descriptors: int
+    after: DeviceEvent | None
+    """What its source waits for; None once that was seen passed, from when on the write is timed."""
     seen_done: bool = False
 
 
@@ -141,20 +153,28 @@ class MeasuredTransport:
         """See Transport."""
         self._inner.disconnect(peer)
 
-    def post_write(self, peer: str, copies: Sequence[Copies], notification: bytes) -> WriteId:
+    def post_write(
+        self,
+        peer: str,
+        copies: Sequence[Copies],
+        notification: bytes,
+        after: DeviceEvent | None = None,
+    ) -> WriteId:
         """See Transport."""
         start = time.monotonic()
-        write = self._inner.post_write(peer, copies, notification)
+        write = self._inner.post_write(peer, copies, notification, after)
         post_s = time.monotonic() - start
         size, runs = sum(part.total_bytes for part in copies), sum(len(part.runs) for part in copies)
-        self._posted[write] = _Posted(start, post_s, size, runs)
+        self._posted[write] = _Posted(start, post_s, size, runs, after)
         self._observer.began()
         return write
 
     def state(self, write: WriteId) -> WriteState:
         """See Transport."""
-        state = self._inner.state(write)
         posted = self._posted[write]
+        if posted.after is not None and posted.after():
+            posted.at, posted.after = time.monotonic(), None
+        state = self._inner.state(write)
         if state is WriteState.DONE and not posted.seen_done:
             posted.seen_done = True
             seconds = time.monotonic() - posted.at

@@ -16,7 +16,14 @@ import nixl
 import numpy as np
 
 from antiphon.kv_transfer.arrivals import ARRIVALS
-from antiphon.kv_transfer.transport import Copies, Memory, WriteId, WriteState
+from antiphon.kv_transfer.transport import (
+    Copies,
+    DeviceEvent,
+    Memory,
+    WriteId,
+    WriteState,
+    refuse_waiting,
+)
 from antiphon.protocol.errors import HandshakeError, TransferError
 
 _log = logging.getLogger(__name__)
@@ -94,8 +101,15 @@ class NixlTransport:
             self._named = {data: name for data, name in self._named.items() if name != peer}
             self._agent.remove_remote_agent(peer)
 
-    def post_write(self, peer: str, copies: Sequence[Copies], notification: bytes) -> WriteId:
+    def post_write(
+        self,
+        peer: str,
+        copies: Sequence[Copies],
+        notification: bytes,
+        after: DeviceEvent | None = None,
+    ) -> WriteId:
         """See Transport."""
+        refuse_waiting(peer, after)
         if peer not in self._peers:
             raise TransferError("post", f"not connected to {peer}")
         for part in copies:

@@ -50,8 +50,11 @@ class PeerMemory(Protocol):
             RuntimeError: CUDA refused.
         """
 
-    def copy(self, runs: NDArray[np.int64]) -> RunningCopy:
+    def copy(self, runs: NDArray[np.int64], after: int | None) -> RunningCopy:
         """Begin to copy [N, 3] int64 rows of (address to read, address to write, bytes).
+
+        Args:
+            after: handle of a recorded CUDA event that must have passed before.
 
         Raises:
             ValueError: a run that this device cannot copy; names it.

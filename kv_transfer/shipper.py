@@ -10,7 +10,7 @@ from antiphon.kv_transfer.handshake import PeerKv, RankPages
 from antiphon.kv_transfer.plan import GroupLayout, layer_range, plan_runs
 from antiphon.kv_transfer.ranks import Shipped
 from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
-from antiphon.kv_transfer.transport import Copies
+from antiphon.kv_transfer.transport import Copies, DeviceEvent
 from antiphon.protocol.codec import encode
 from antiphon.protocol.errors import TransferError
 from antiphon.protocol.kv_messages import WriteChecksum, WriteDone, WriteKey
@@ -43,8 +43,17 @@ class Shipper:
         self._epoch = epoch
         self._verify_checksums = verify_checksums
 
-    def ship(self, peer: PeerKv, order: ShipOrder, source_ready: Callable[[], bool]) -> Future[Shipped]:
+    def ship(
+        self,
+        peer: PeerKv,
+        order: ShipOrder,
+        source_ready: Callable[[], bool],
+        source_event: Callable[[], DeviceEvent | None] = lambda: None,
+    ) -> Future[Shipped]:
         """Carry out this rank's part.
+
+        Writes are posted once the source is ready, or as soon as there is an event for the GPU to wait for,
+        which ``source_event`` says of a peer whose pages are mapped.
 
         With one destination rank that is rank 0 the notification travels with the write. Otherwise it is sent
         to rank 0 once all of them are done; with nothing to write it is sent at once.
@@ -54,6 +63,7 @@ class Shipper:
         shipped: Future[Shipped] = Future()
 
         def post() -> None:
+            after = source_event()
             try:
                 notification = self._notification(order, parts[0][1] if len(parts) == 1 else [])
             except TransferError as error:
@@ -71,7 +81,7 @@ class Shipper:
                 end(outcome.error)
 
             if len(parts) == 1 and parts[0][0].agent_name == lead:
-                self._transfer.write(lead, parts[0][1], notification, finished)
+                self._transfer.write(lead, parts[0][1], notification, finished, after)
                 return
 
             def notify(error: TransferError | None) -> None:
@@ -80,13 +90,19 @@ class Shipper:
                 else:
                     self._transfer.notify(lead, notification, finished)
 
-            self._write_all(parts, notify)
+            self._write_all(parts, notify, after)
 
-        self._transfer.when(source_ready, post, shipped.set_exception)
+        def may_begin() -> bool:
+            return source_event() is not None or source_ready()
+
+        self._transfer.when(may_begin, post, shipped.set_exception)
         return shipped
 
     def _write_all(
-        self, parts: list[tuple[RankPages, list[Copies]]], then: Callable[[TransferError | None], None]
+        self,
+        parts: list[tuple[RankPages, list[Copies]]],
+        then: Callable[[TransferError | None], None],
+        after: DeviceEvent | None,
     ) -> None:
         """Post one write per destination rank; ``then`` is called once none of them is under way."""
         left = len(parts)
@@ -100,7 +116,7 @@ class Shipper:
                 then(first_error)
 
         for rank, copies in parts:
-            self._transfer.write(rank.agent_name, copies, b"", one_done)
+            self._transfer.write(rank.agent_name, copies, b"", one_done, after)
         if not parts:
             then(None)
 

@@ -5,11 +5,27 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from antiphon.protocol.rank_messages import StepMark
 
 Fence = Callable[[], bool]
 """Whether everything that was issued before it is done; does not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFence:
+    """A fence that other work of the same GPU can wait for; implements ``transport.DeviceEvent``."""
+
+    query: Fence
+    handle: int
+    """Of the CUDA event."""
+    event: object
+    """Which lives as long as this."""
+
+    def __call__(self) -> bool:
+        """See Fence."""
+        return self.query()
 
 
 class StepFences:
@@ -35,6 +51,15 @@ class StepFences:
         with self._lock:
             self._advance()
             return self._passed >= mark
+
+    def device_fence(self, mark: StepMark) -> DeviceFence | None:
+        """What a GPU can wait for until ``mark``; None when it has passed, is not issued, or has no event."""
+        with self._lock:
+            self._advance()
+            if self._passed >= mark:
+                return None
+            fence = next((fence for at, fence in self._waiting if at >= mark), None)
+            return fence if isinstance(fence, DeviceFence) else None
 
     def _advance(self) -> None:
         while self._waiting and self._waiting[0][1]():

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from antiphon.kv_transfer.transport import Copies, Transport, WriteId, WriteState
+from antiphon.kv_transfer.transport import Copies, DeviceEvent, Transport, WriteId, WriteState
 from antiphon.protocol.errors import TransferError
 
 _log = logging.getLogger(__name__)
@@ -62,8 +62,11 @@ class _Command:
 class _InFlight:
     peer: str
     write: WriteId
-    posted_at: float
+    began_at: float
+    """When it was posted, or when its source was seen ready."""
     on_done: Callable[[WriteOutcome], None]
+    after: DeviceEvent | None
+    """What its source still waits for."""
     error: TransferError | None = None
     """Set when it must not complete any more but could not be released yet."""
     ended: bool = False
@@ -133,22 +136,26 @@ class TransferThread:
         copies: Sequence[Copies],
         notification: bytes,
         on_done: Callable[[WriteOutcome], None],
+        after: DeviceEvent | None = None,
     ) -> None:
-        """Post a write; a post that fails is tried once more. ``on_done`` is called exactly once."""
+        """Post a write; a post that fails is tried once more. ``on_done`` is called exactly once.
+
+        ``after`` is as in ``Transport.post_write``; the write is timed from there.
+        """
 
         def post(transport: Transport) -> None:
             start = time.monotonic()
             try:
                 try:
-                    write = transport.post_write(peer, copies, notification)
+                    write = transport.post_write(peer, copies, notification, after)
                 except TransferError as error:
                     _log.warning("post to %s failed, trying once more: %s", peer, error)
-                    write = transport.post_write(peer, copies, notification)
+                    write = transport.post_write(peer, copies, notification, after)
             except TransferError as error:
                 fate = Fate.NOT_SENT if error.stage == "post" else Fate.UNKNOWN
                 on_done(WriteOutcome(error, time.monotonic() - start, fate))
                 return
-            self._in_flight.append(_InFlight(peer, write, start, on_done))
+            self._in_flight.append(_InFlight(peer, write, start, on_done, after))
             self._stirred_at = time.monotonic()
 
         self._enqueue(_Command(post, lambda error: on_done(WriteOutcome(error, 0.0, Fate.NOT_SENT))))
@@ -269,7 +276,12 @@ class TransferThread:
         return self._busy_poll_s if busy else self._idle_poll_s
 
     def _poll(self, transport: Transport, record: _InFlight) -> None:
-        seconds = time.monotonic() - record.posted_at
+        if record.after is not None:
+            if not record.after():
+                return
+            record.after = None
+            record.began_at = self._stirred_at = time.monotonic()
+        seconds = time.monotonic() - record.began_at
         state = transport.state(record.write)
         if state is WriteState.FAILED:  # also of one that was given up: its connection is broken
             record.error = TransferError("connection", "the transport reported a failed write")

@@ -88,6 +88,17 @@ class Copies:
                 )
 
 
+class DeviceEvent(Protocol):
+    """A point in the work that a GPU of this process was given."""
+
+    @property
+    def handle(self) -> int:
+        """Of CUDA's event, which was recorded."""
+
+    def __call__(self) -> bool:
+        """Whether the GPU has come past it; does not block."""
+
+
 class Transport(Protocol):
     """Moves bytes into a peer's registered memory. Errors are TransferError with the stage that failed."""
 
@@ -110,10 +121,19 @@ class Transport(Protocol):
     def disconnect(self, peer: str) -> None:
         """Forget a peer; its unfinished writes fail."""
 
-    def post_write(self, peer: str, copies: Sequence[Copies], notification: bytes) -> WriteId:
+    def post_write(
+        self,
+        peer: str,
+        copies: Sequence[Copies],
+        notification: bytes,
+        after: DeviceEvent | None = None,
+    ) -> WriteId:
         """Start writing; once every byte has landed the peer receives ``notification``, unless it is empty.
 
         The source must not change before the write has ended.
+
+        Args:
+            after: when the source is ready, and the GPU begins by itself; only to a peer that ``maps`` names.
         """
 
     def state(self, write: WriteId) -> WriteState:
@@ -130,6 +150,16 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Deregister everything and disconnect from everyone."""
+
+
+def refuse_waiting(peer: str, after: DeviceEvent | None) -> None:
+    """For what only the host can start.
+
+    Raises:
+        TransferError: stage ``post``; the write was to wait for a GPU.
+    """
+    if after is not None:
+        raise TransferError("post", f"a write to {peer} cannot wait for a GPU: its pages are not mapped")
 
 
 TransportFactory = Callable[[str], Transport]

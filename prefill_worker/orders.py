@@ -6,7 +6,7 @@ import torch
 
 from antiphon.engine.events import KvWritten
 from antiphon.kv_transfer.handshake import page_pairs
-from antiphon.kv_transfer.step_fences import Fence
+from antiphon.kv_transfer.step_fences import DeviceFence, Fence
 from antiphon.protocol.kv_messages import WriteKey
 from antiphon.protocol.messages import KvTicket
 from antiphon.protocol.rank_messages import ShipOrder, StepMark
@@ -43,4 +43,4 @@ def source_fence(device: torch.device) -> Fence | None:
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
-    return event.query
+    return DeviceFence(event.query, event.cuda_event, event)

@@ -148,7 +148,7 @@ class WriteSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one write that arrived took."""
 
     seconds: float
-    """From posting it to seeing it done."""
+    """From posting it, or from when its source was ready if that was later, to seeing it done."""
     post_seconds: float
     """Posting it."""
     size_bytes: int

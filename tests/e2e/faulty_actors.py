@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from antiphon.cluster.actors import DecodeActor, PrefillActor
-from antiphon.kv_transfer.transport import Copies, Memory, Transport, WriteId, WriteState
+from antiphon.kv_transfer.transport import Copies, DeviceEvent, Memory, Transport, WriteId, WriteState
 from antiphon.protocol.codec import decode
 from antiphon.protocol.kv_messages import WriteDone
 
@@ -46,11 +46,17 @@ class FaultyTransport:
     def connect(self, metadata: bytes) -> str:
         return self._inner.connect(metadata)
 
+    def maps(self, peer: str) -> bool:
+        return self._inner.maps(peer)
+
     def disconnect(self, peer: str) -> None:
         self._inner.disconnect(peer)
 
-    def post_write(self, peer: str, copies: Sequence[Copies], notification: bytes) -> WriteId:
-        write = self._inner.post_write(peer, copies, b"" if self._fails(notification) else notification)
+    def post_write(
+        self, peer: str, copies: Sequence[Copies], notification: bytes, after: DeviceEvent | None = None
+    ) -> WriteId:
+        said = b"" if self._fails(notification) else notification
+        write = self._inner.post_write(peer, copies, said, after)
         if self._writes == FAILED_WRITE and not self._failed:
             self._failed.add(write)
             journal("write failed")

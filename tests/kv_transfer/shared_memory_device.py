@@ -65,6 +65,8 @@ class SharedMemoryDevice:
         self.refuses: dict[str, str] = {}
         """Call -> the reason it fails with."""
         self.copies: list[HeldCopy] = []
+        self.waited_for: list[int | None] = []
+        """The event that each copy was to wait for."""
         self.opened: Counter[bytes] = Counter()
         self.closed: Counter[bytes] = Counter()
         self._open: dict[int, tuple[bytes, object]] = {}
@@ -90,8 +92,9 @@ class SharedMemoryDevice:
         handle, _ = self._open.pop(address)
         self.closed[handle] += 1
 
-    def copy(self, runs: NDArray[np.int64]) -> HeldCopy:
+    def copy(self, runs: NDArray[np.int64], after: int | None) -> HeldCopy:
         self._check("copy")
+        self.waited_for.append(after)
         if (runs % 16).any():
             raise ValueError("run 0 is no multiple of 16")
         copy = HeldCopy(runs.tolist(), self.refuses.get("done", ""))

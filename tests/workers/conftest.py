@@ -21,6 +21,7 @@ from antiphon.protocol.status import WorkerStatus
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "engine" / "fakes"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "kv_transfer"))
 
 from fake_engines import settings
 from fake_model import FakeModel

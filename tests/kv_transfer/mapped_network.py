@@ -39,6 +39,8 @@ class OneProcess:
     opened: Counter[bytes] = field(default_factory=Counter)
     closed: Counter[bytes] = field(default_factory=Counter)
     copied_bytes: int = 0
+    waited_for: list[int | None] = field(default_factory=list)
+    """The event that each copy was to wait for."""
 
     def __post_init__(self) -> None:
         self.goes_on.set()
@@ -57,9 +59,10 @@ class OneProcess:
     def close(self, address: int) -> None:
         self.closed[str(address).encode()] += 1
 
-    def copy(self, runs: NDArray[np.int64]) -> _Copied:
+    def copy(self, runs: NDArray[np.int64], after: int | None) -> _Copied:
         assert not (runs % 16).any(), "as the kernel needs it"
         self.copied_bytes += int(runs[:, 2].sum())
+        self.waited_for.append(after)
         return _Copied(self, runs)
 
 
@@ -76,6 +79,6 @@ class MappedNetwork(InProcessNetwork):
         self._hosts = hosts or {}
 
     def transport(self, agent_name: str) -> Transport:  # type: ignore[override]
-        side = Side.WRITES if agent_name.startswith("prefill") else Side.IS_WRITTEN
+        side = Side.WRITES if agent_name.startswith("p") else Side.IS_WRITTEN
         hosts = (host for begin, host in self._hosts.items() if agent_name.startswith(begin))
         return MappedTransport(super().transport(agent_name), side, self.device, next(hosts, "a host"))

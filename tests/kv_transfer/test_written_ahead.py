@@ -1,0 +1,176 @@
+"""Orders to a peer whose pages are mapped: given to the GPU before their source is computed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from mapped_network import MappedNetwork
+from staged_ends import Side, order, until
+
+from antiphon.kv_transfer.mapped_transport import MappedTransport
+from antiphon.kv_transfer.measured_transport import WriteLog, measured
+from antiphon.kv_transfer.staging import SlotRange
+from antiphon.kv_transfer.step_fences import DeviceFence, StepFences
+from antiphon.kv_transfer.transport import Transport
+from antiphon.protocol.codec import decode
+from antiphon.protocol.errors import TransferError
+from antiphon.protocol.kv_messages import WriteDone
+from antiphon.protocol.rank_messages import ShipOrder, StepMark
+
+FULL = ((0, 5), (2, 1))
+
+
+class MeasuredNetwork(MappedNetwork):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = WriteLog()
+
+    def transport(self, agent_name: str) -> Transport:  # type: ignore[override]
+        return measured(super().transport, self.log)(agent_name)
+
+
+class Ends:
+    """A writer and a mapped peer, both with slots that nothing needs."""
+
+    def __init__(self) -> None:
+        self.network = MeasuredNetwork()
+        self.device = self.network.device
+        self.source, self.target = Side(self.network, "p", 1, 2), Side(self.network, "d", 2, 4)
+        for group in ("full", "sliding"):
+            self.source.cache.memory(group).normal_()
+        them = self.target.life, 1, [self.target.memory], SlotRange(0, 2)
+        assert self.source.endpoint.connect(*them).result(5), "its pages are mapped"
+
+    def ordered(self, step: int) -> ShipOrder:
+        return ShipOrder(f"r{step}", 1, 2, 0, 0, FULL, (), StepMark(step, 0))
+
+    def check(self) -> None:
+        layers = self.source.cache.memory("full").shape[1] // 2
+        for mine, theirs in FULL:
+            sent, found = self.source.cache.memory("full")[mine], self.target.cache.memory("full")[theirs]
+            assert np.array_equal(sent[:layers].numpy(), found[:layers].numpy())
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    for side in (made.source, made.target):
+        side.endpoint.stop()
+        assert not side.failures
+
+
+def fence(passed: threading.Event, handle: int) -> DeviceFence:
+    return DeviceFence(passed.is_set, handle, passed)
+
+
+def test_a_copy_is_given_to_the_gpu_before_its_source_is_computed(ends: Ends) -> None:
+    computed = threading.Event()
+    ends.device.goes_on.clear()
+    shipped = ends.source.endpoint.ship(ends.target.life, ends.ordered(1))
+    time.sleep(0.05)
+    assert ends.device.waited_for == [], "its step was not issued"
+    ends.source.fences.record(StepMark(1, 0), fence(computed, 77))
+    until(lambda: ends.device.waited_for == [77])
+    assert not shipped.done()
+    computed.set()
+    ends.device.goes_on.set()
+    assert shipped.result(5).size_bytes == ends.device.copied_bytes
+    until(lambda: len(ends.target.heard) == 1)
+    assert isinstance(decode(ends.target.heard[0][1]), WriteDone)
+    ends.check()
+
+
+def test_a_source_that_is_computed_is_not_waited_for(ends: Ends) -> None:
+    ends.source.fences.record(StepMark(1, 0), fence(set_event(), 77))
+    ends.source.endpoint.ship(ends.target.life, ends.ordered(1)).result(5)
+    assert ends.device.waited_for == [None]
+    ends.check()
+
+
+def test_a_source_without_an_event_is_waited_for_by_the_host(ends: Ends) -> None:
+    computed = threading.Event()
+    ends.source.fences.record(StepMark(1, 0), computed.is_set)
+    shipped = ends.source.endpoint.ship(ends.target.life, ends.ordered(1))
+    time.sleep(0.05)
+    assert ends.device.waited_for == []
+    computed.set()
+    shipped.result(5)
+    assert ends.device.waited_for == [None]
+    ends.check()
+
+
+def test_a_write_is_timed_from_when_its_source_was_computed(ends: Ends) -> None:
+    ends.source.endpoint._transfer._write_timeout_s = 0.2
+    computed = threading.Event()
+    ends.source.fences.record(StepMark(1, 0), fence(computed, 77))
+    ends.device.goes_on.clear()
+    shipped = ends.source.endpoint.ship(ends.target.life, ends.ordered(1))
+    time.sleep(0.5)
+    assert not shipped.done(), "no write takes too long whose source is not there"
+    assert not any(record.error for record in ends.source.endpoint._transfer._in_flight)
+    computed.set()
+    until(lambda: any(record.error for record in ends.source.endpoint._transfer._in_flight))
+    assert not shipped.done(), "the copy may still write"
+    ends.device.goes_on.set()
+    with pytest.raises(TransferError, match=r"no completion within 0\.2 s"):
+        shipped.result(5)
+
+
+def test_what_is_measured_of_a_write_begins_with_its_source(ends: Ends) -> None:
+    computed = threading.Event()
+    ends.source.fences.record(StepMark(1, 0), fence(computed, 77))
+    ends.device.goes_on.clear()
+    shipped = ends.source.endpoint.ship(ends.target.life, ends.ordered(1))
+    until(lambda: ends.device.waited_for == [77])
+    time.sleep(0.6)
+    computed.set()
+    ends.device.goes_on.set()
+    shipped.result(5)
+    (sample,) = ends.network.log.take()
+    assert sample.seconds < 0.5
+    assert sample.descriptors == len(FULL)
+
+
+def test_an_order_does_not_wait_for_a_peer_that_is_not_mapped(ends: Ends) -> None:
+    """Its pages were unmapped after the order was given, so only the host could begin."""
+    transport = ends.source.endpoint._transfer.run(lambda transport: transport).result(5)
+    inner = transport._inner  # type: ignore[attr-defined]
+    assert isinstance(inner, MappedTransport)
+    ends.source.endpoint._transfer.run(lambda _: inner._mapped.clear()).result(5)
+    ends.source.fences.record(StepMark(1, 0), fence(threading.Event(), 77))
+    with pytest.raises(TransferError, match="cannot wait for a GPU") as caught:
+        ends.source.endpoint.ship(ends.target.life, ends.ordered(1)).result(5)
+    assert caught.value.stage == "post"
+
+
+def test_nothing_is_staged_for_a_mapped_peer(ends: Ends) -> None:
+    ends.source.endpoint.ship(ends.target.life, order(list(FULL), [(3, 4)])).result(5)
+    assert ends.device.copied_bytes > 0
+    ends.check()
+    assert ends.source.endpoint._sender is not None
+    assert not ends.source.endpoint._sender._free, "no slot of the peer was asked for"
+
+
+def test_fences_give_the_first_event_that_covers_a_mark() -> None:
+    fences, first, second = StepFences(), threading.Event(), threading.Event()
+    assert fences.device_fence(StepMark(1, 0)) is None
+    fences.record(StepMark(1, 0), fence(first, 1))
+    fences.record(StepMark(1, 2), fence(second, 2))
+    handles = {group: fences.device_fence(StepMark(1, group)) for group in (0, 1, 2, 3)}
+    assert {group: found and found.handle for group, found in handles.items()} == {0: 1, 1: 2, 2: 2, 3: None}
+    first.set()
+    assert fences.device_fence(StepMark(1, 0)) is None
+    assert fences.passed(StepMark(1, 0))
+    second.set()
+    assert fences.device_fence(StepMark(1, 2)) is None
+
+
+def set_event() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
