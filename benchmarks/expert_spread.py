@@ -15,11 +15,15 @@ from antiphon.benchmarks.floors import expected_experts
 from antiphon.kernels import reference
 from antiphon.model import cuda_experts
 from antiphon.model.config import GptOssConfig
+from antiphon.model.parallel import cuda_experts as rank_experts
 
 _ROUTERS: tuple[tuple[ModuleType, str, Callable[[Any], Tensor]], ...] = (
     (reference, "route", lambda routing: routing[0]),
-    (cuda_experts, "route", lambda routing: routing[0]),
-    (cuda_experts, "route_grouped", lambda routing: routing.expert_ids),
+    *((module, "route", lambda routing: routing[0]) for module in (cuda_experts, rank_experts)),
+    *(
+        (module, "route_grouped", lambda routing: routing.expert_ids)
+        for module in (cuda_experts, rank_experts)
+    ),
 )
 """Where the models look for their routers, and which part of the result are the experts."""
 

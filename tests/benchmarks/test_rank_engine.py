@@ -6,9 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from antiphon.benchmarks.expert_spread import recorded_routing
 from antiphon.benchmarks.rank_engine import main, peer_beside
 from antiphon.benchmarks.records import BENCH_DECODE, BENCH_PREFILL, Record, load_records
+from antiphon.model.checkpoint.synthesize import synthesize_parameters
+from antiphon.model.config import GptOssConfig
+from antiphon.model.cuda_weights import collect_parameters, layer_experts
+from antiphon.model.parallel.cuda_experts import PortableRankExperts
+from antiphon.model.parallel.layout import ParallelLayout
+from antiphon.model.parallel.sharding import shard_parameters
 
 SMALL = ("--model", "tiny", "--device", "cpu", "--prompts", "130", "--batches", "1,2", "--context", "140")
 QUICK = (*SMALL, "--steps", "3", "--repeats", "1", "--chunk", "128")
@@ -34,6 +42,25 @@ def test_prompts_and_steps_of_either_way_are_figures_of_their_own(
     assert replayed.extra["graphed_chunk_tokens"] == 128
     assert found[BENCH_PREFILL, 130, 1, None].extra["graphed_chunk_tokens"] == 0
     assert "no time is left" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_what_a_rank_routes_is_seen_by_ids_of_the_whole_model(expert_parallel: bool) -> None:
+    """A step over ranks would otherwise seem to touch no expert."""
+    config = GptOssConfig(
+        num_hidden_layers=1, num_experts=4, vocab_size=64, hidden_size=64, intermediate_size=64
+    )
+    layout = ParallelLayout(2, expert_parallel, rank=1)
+    shard = shard_parameters(config, layout, synthesize_parameters(config))
+    experts = PortableRankExperts(config, layout.shape(config).experts)
+    experts.add_layer(layer_experts(collect_parameters(shard, torch.device("cpu"), False, torch.float32), 0))
+    x = torch.randn(3, config.hidden_size)
+    with recorded_routing() as seen:
+        experts.delta(0, x, torch.tensor([3], dtype=torch.int32))
+    (ids,) = seen
+    assert sorted(ids.flatten().unique().tolist()) == [0, 1, 2, 3], "four of four experts a token"
 
 
 def test_what_has_no_time_left_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
