@@ -2,8 +2,9 @@
 
 1. ``limit``: a plain copy between the two memories, nothing but bytes.
 2. ``floor``: NIXL alone, one write of descriptors of 4 MiB.
-3. ``value``: the real hand-off from pages to pages: gathering, writing, spreading, notifications, every layer
-   group of every chunk, through the very objects that workers use.
+3. ``value``: the real hand-off from pages to pages, notifications and all, every layer group of every chunk,
+   through the very objects that workers use. ``--way`` is theirs of one host (``mapped``), of several
+   (``staged``), or every run of pages by NIXL (``pages``).
 
 For prompts that a prefill would compute meanwhile, orders become ready at the pace of that prefill, and what
 is reported is the tail after the last layer and the share of the transfer that lay behind compute.
@@ -18,11 +19,13 @@ import multiprocessing
 import statistics
 import time
 from pathlib import Path
+from typing import get_args
 
 import torch
 
-from antiphon.benchmarks.kv_sides import MIB, Plan, Sender, note_descriptors, raw_bytes, receive
+from antiphon.benchmarks.kv_sides import MIB, Plan, Sender, Way, raw_bytes, receive
 from antiphon.benchmarks.records import Record, append_records, checkout_commit, now
+from antiphon.kernels.ipc.run_copy import BLOCKS
 
 DESCRIPTOR_BYTES = 4 * MIB
 
@@ -47,7 +50,6 @@ def measure(plan: Plan, compute_ms: dict[int, float]) -> list[Record]:
     Args:
         compute_ms: what a prefill of so many tokens takes, for those whose overlap is measured.
     """
-    note_descriptors()
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=receive, args=(theirs, plan), daemon=True)
@@ -72,9 +74,12 @@ def measure(plan: Plan, compute_ms: dict[int, float]) -> list[Record]:
             "descriptors": best.descriptors,
             "median_descriptor_bytes": best.median_descriptor_bytes,
             "layer_groups": plan.layer_groups,
-            "staging_slots": plan.slots,
-            "slot_mib": plan.slot_mib,
+            "way": plan.way,
         }
+        if plan.way == "staged":
+            extra |= {"staging_slots": plan.slots, "slot_mib": plan.slot_mib}
+        if plan.way == "mapped":
+            extra["blocks"] = plan.blocks
         if tokens in compute_ms:
             behind = [sender.hand_off(tokens, compute_ms[tokens] / 1e3) for _ in range(plan.repeats)]
             tail = statistics.median(outcome.tail_ms for outcome in behind)
@@ -114,26 +119,34 @@ def main() -> None:
     parser.add_argument("--tokens", default="1024,8192,32768,131072")
     parser.add_argument("--chunk-tokens", type=int, default=8192)
     parser.add_argument("--layer-groups", type=int, default=4)
-    parser.add_argument("--slots", type=int, default=4, help="0 writes every run of pages by itself")
-    parser.add_argument("--slot-mib", type=int, default=64)
+    parser.add_argument("--way", choices=get_args(Way), help="default: mapped on GPUs, staged on the CPU")
+    parser.add_argument("--slots", type=int, default=4, help="of --way staged")
+    parser.add_argument("--slot-mib", type=int, default=64, help="of --way staged")
+    parser.add_argument("--blocks", default=str(BLOCKS), help="of --way mapped; several are compared")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compute-ms", default="", help="tokens:milliseconds of a prefill, comma-separated")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    plan = Plan(
-        options.model,
-        options.device,
-        tuple(int(tokens) for tokens in options.tokens.split(",")),
-        options.chunk_tokens,
-        options.layer_groups,
-        options.slots,
-        options.slot_mib,
-        options.repeats,
-    )
-    pairs = (pair.split(":") for pair in options.compute_ms.split(",") if pair)
-    records = measure(plan, {int(tokens): float(value) for tokens, value in pairs})
-    if options.out:
-        append_records(options.out, records)
+    way: Way = options.way or ("mapped" if options.device == "cuda" else "staged")
+    if way == "mapped" and options.device == "cpu":
+        parser.error("--way mapped: only GPUs map the pages of another process")
+    pairs = [pair.split(":") for pair in options.compute_ms.split(",") if pair]
+    for blocks in options.blocks.split(",") if way == "mapped" else ("0",):
+        plan = Plan(
+            options.model,
+            options.device,
+            tuple(int(tokens) for tokens in options.tokens.split(",")),
+            options.chunk_tokens,
+            options.layer_groups,
+            way,
+            options.slots,
+            options.slot_mib,
+            int(blocks),
+            options.repeats,
+        )
+        records = measure(plan, {int(tokens): float(value) for tokens, value in pairs})
+        if options.out:
+            append_records(options.out, records)
 
 
 if __name__ == "__main__":

@@ -5,27 +5,43 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection
+from typing import Literal
 
 import numpy as np
 import torch
 
 from antiphon.engine.kv_cache import PagedKvCache
+from antiphon.engine.kv_mapping import HostMapping, KvMapping
 from antiphon.engine.kv_staging import make_staging
-from antiphon.kv_transfer.endpoint import EndpointSettings, KvEndpoint
+from antiphon.kv_transfer.endpoint import EndpointSettings, KvEndpoint, nixl_transport
+from antiphon.kv_transfer.mapped_transport import Side, with_same_host
 from antiphon.kv_transfer.nixl_transport import NixlTransport
 from antiphon.kv_transfer.plan import Shard
 from antiphon.kv_transfer.ranks import PeerLife
 from antiphon.kv_transfer.staging import SlotRange
 from antiphon.kv_transfer.step_fences import StepFences
-from antiphon.kv_transfer.transport import Copies, DeviceEvent, Memory, WriteState
+from antiphon.kv_transfer.transport import (
+    Copies,
+    DeviceEvent,
+    Memory,
+    Transport,
+    TransportFactory,
+    WriteId,
+    WriteState,
+)
 from antiphon.model.config import GptOssConfig, preset
+from antiphon.prefill_worker.orders import source_fence
 from antiphon.protocol.kv_messages import RankMemory
 from antiphon.protocol.rank_messages import ShipOrder, StepMark
 
 PAGE = 64
 MIB = 2**20
+Way = Literal["mapped", "staged", "pages"]
+"""Copies by the sender's GPU into the receiver's pages; slots of either side; every run of pages by NIXL."""
 SENDER, RECEIVER = PeerLife("prefill", 1), PeerLife("decode", 2)
 
 
@@ -38,8 +54,12 @@ class Plan:
     tokens: tuple[int, ...]
     chunk_tokens: int
     layer_groups: int
+    way: Way
     slots: int
+    """Of ``staged`` alone."""
     slot_mib: int
+    blocks: int
+    """Of a copy of ``mapped``."""
     repeats: int
 
     @property
@@ -91,12 +111,17 @@ def make_endpoint(
         layer_groups=plan.layer_groups,
         write_timeout_s=60.0,
     )
+    reach = None
+    if plan.way == "mapped":
+        reach = HostMapping(KvMapping(device, plan.blocks), "", required=True)
+    transports = with_same_host(nixl_transport, Side.IS_WRITTEN if side else Side.WRITES, reach)
     endpoint = KvEndpoint(
         *(settings, Shard(1, 0), cache, fences),
-        staging=make_staging(cache, plan.slots, plan.slot_mib),
+        staging=make_staging(cache, plan.slots if plan.way == "staged" else 0, plan.slot_mib),
         on_notification=lambda sender, payload: None,
         on_landed=lambda sender, payload: None,
         on_failure=_fail,
+        transport_factory=_noting_descriptors(transports),
     )
     return cache, endpoint
 
@@ -137,7 +162,7 @@ class Sender:
         mine = self._endpoint.start()
         self._theirs, metadata, self._raw_target = pipe.recv()
         pipe.send(mine)
-        slots = SlotRange(0, plan.slots) if plan.slots else None
+        slots = SlotRange(0, plan.slots) if plan.way == "staged" else None
         self._endpoint.connect(RECEIVER, 1, [self._theirs], slots).result()
         if pipe.recv() != "connected":
             raise RuntimeError("the receiver did not connect")
@@ -198,9 +223,7 @@ class Sender:
                 self._fences.record(mark, None)
         shipped = [self._endpoint.ship(RECEIVER, order) for _, order in orders]
         if compute_s:
-            for index, (mark, _) in enumerate(orders):
-                time.sleep(max(0.0, begin + compute_s * (index + 1) / len(orders) - time.perf_counter()))
-                self._fences.record(mark, None)
+            self._compute([mark for mark, _ in orders], compute_s)
         ready = time.perf_counter() if compute_s else begin
         sizes = [each.result(120).size_bytes for each in shipped]
         end = time.perf_counter()
@@ -209,6 +232,34 @@ class Sender:
             *(tokens, sum(sizes), end - begin, len(moved), int(statistics.median(moved))),
             tail_ms=(end - ready) * 1e3,
         )
+
+    def _compute(self, marks: list[StepMark], seconds: float) -> None:
+        """What a prefill does meanwhile, as far as a transfer sees it; returns when the last mark has passed.
+
+        A GPU is given everything at once, as by a worker; a CPU passes one mark after the other.
+        """
+        device = self.cache.device
+        if device.type == "cpu":
+            begin = time.perf_counter()
+            for index, mark in enumerate(marks):
+                time.sleep(max(0.0, begin + seconds * (index + 1) / len(marks) - time.perf_counter()))
+                self._fences.record(mark, None)
+            return
+        cycles_per_s = self._cycles_per_s
+        for mark in marks:
+            _keep_busy(int(seconds / len(marks) * cycles_per_s))
+            self._fences.record(mark, source_fence(device))
+        torch.cuda.current_stream(device).synchronize()
+
+    @cached_property
+    def _cycles_per_s(self) -> float:
+        """Of the clock by which the device is kept busy."""
+        cycles, stream = 100_000_000, torch.cuda.current_stream(self.cache.device)
+        for _ in range(2):  # the first one loads the kernel
+            begin = time.perf_counter()
+            _keep_busy(cycles)
+            stream.synchronize()
+        return cycles / (time.perf_counter() - begin)
 
     @property
     def descriptors(self) -> list[int]:
@@ -238,22 +289,28 @@ class Sender:
 _seen_descriptors: list[int] = []
 
 
-def note_descriptors() -> None:
-    """Write down every descriptor that NIXL is given in this process."""
-    post = NixlTransport.post_write
+def _noting_descriptors(factory: TransportFactory) -> TransportFactory:
+    """Write down every run of bytes that is written through a transport."""
 
-    def noting(
-        self: NixlTransport,
-        peer: str,
-        copies: list[Copies],
-        notification: bytes,
-        after: DeviceEvent | None = None,
-    ) -> object:
-        for part in copies:
-            _seen_descriptors.extend(part.runs[:, 2].tolist())
-        return post(self, peer, copies, notification, after)
+    def make(name: str) -> Transport:
+        transport = factory(name)
+        post = transport.post_write
 
-    NixlTransport.post_write = noting  # type: ignore[method-assign, assignment]
+        def noting(
+            peer: str, copies: Sequence[Copies], notification: bytes, after: DeviceEvent | None = None
+        ) -> WriteId:
+            for part in copies:
+                _seen_descriptors.extend(part.runs[:, 2].tolist())
+            return post(peer, copies, notification, after)
+
+        transport.post_write = noting  # type: ignore[method-assign]
+        return transport
+
+    return make
+
+
+def _keep_busy(cycles: int) -> None:
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 def raw_bytes(plan: Plan) -> int:

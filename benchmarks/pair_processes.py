@@ -53,7 +53,10 @@ def deployment(model: str, device: str, colocated: bool, context_tokens: int, ba
                 "chunk_graph_tokens": "standard" if device == "cuda" else (),
             },
             "decode": pool | local,
-            "transfer": {"layer_groups": 4 if device == "cuda" else 2},
+            "transfer": {
+                "layer_groups": 4 if device == "cuda" else 2,
+                "same_host": "required" if device == "cuda" else "never",
+            },
         }
     )
 

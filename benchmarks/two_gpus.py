@@ -42,7 +42,7 @@ def gpu_parts(out: Path, model: str) -> tuple[Part, ...]:
     pair = ("--config", CONFIGS / "two-gpus-20b.yaml", *records)
     synthesize = ("checkpoint", "synthesize", model, "--like", "gpt-oss-20b", "--device", "cuda")
 
-    def slots(name: str, *arguments: str) -> tuple[str, ...]:
+    def way(name: str, *arguments: str) -> tuple[str, ...]:
         file = out / f"transfer_{name}.json"
         return module("kv_handoff", "--tokens", "8192", "--repeats", "3", *arguments, "--out", file)
 
@@ -63,9 +63,9 @@ def gpu_parts(out: Path, model: str) -> tuple[Part, ...]:
         Part("served demo", module("served_pair", "--model", "gpt-oss-tiny", *pair), 150),
         Part("texts", module("rank_steps", "--parts", "texts", *records), 60),
         Part("agreement 20b", module("rank_steps", "--parts", "agreement", *records), 60),
-        Part("hand-off, slots of 16 MiB", slots("slot_16", "--slot-mib", "16"), 25),
-        Part("hand-off, slots of 32 MiB", slots("slot_32", "--slot-mib", "32"), 25),
-        Part("hand-off, pages directly", slots("direct", "--slots", "0"), 30),
+        Part("hand-off, blocks", way("blocks", "--blocks", "8,16,32,64"), 60),
+        Part("hand-off, staged", way("staged", "--way", "staged"), 25),
+        Part("hand-off, pages by NIXL", way("pages", "--way", "pages"), 30),
         Part("synthesize 20b", ("-m", "antiphon.cluster.cli", *synthesize), 60),
         Part("served 20b", module("served_pair", "--model", model, "--split-only", *pair), 120),
         engine("20b", "TP2", 130),

@@ -99,7 +99,7 @@ class DeploymentConfig(Section):
     @property
     def between_gpus(self) -> bool:
         """Whether KV moves from GPUs to GPUs."""
-        return self.prefill.device == self.decode.device == "cuda"
+        return self.prefill.replicas > 0 and self.prefill.device == self.decode.device == "cuda"
 
     def staging_slots(self, role: Literal["prefill", "decode"]) -> int:
         """Staging slots of each rank of a worker: its own to gather into, or those of all its writers.

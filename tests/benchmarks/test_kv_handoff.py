@@ -11,20 +11,45 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("slots", [0, 2], ids=["pages directly", "staged"])
-def test_pages_arrive_and_every_rate_is_recorded(slots: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["pages", "staged"])
+def test_pages_arrive_and_every_rate_is_recorded(way: str, tmp_path: Path) -> None:
     out = tmp_path / "transfer.json"
     shape = ("--device", "cpu", "--model", "tiny", "--tokens", "1024", "--chunk-tokens", "512")
-    few = ("--layer-groups", "2", "--repeats", "1", "--slots", str(slots), "--slot-mib", "1")
+    few = ("--layer-groups", "2", "--repeats", "1", "--way", way, "--slots", "2", "--slot-mib", "1")
     subprocess.run(
-        [sys.executable, "-m", "antiphon.benchmarks.kv_handoff", *shape, *few, "--out", str(out)],
+        [
+            sys.executable,
+            "-m",
+            "antiphon.benchmarks.kv_handoff",
+            *shape,
+            *few,
+            "--compute-ms",
+            "1024:20",
+            "--out",
+            str(out),
+        ],
         check=True,
         timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     (record,) = json.loads(out.read_text())
-    assert (record["bench"], record["input_tokens"], record["staging_slots"]) == ("transfer", 1024, slots)
+    assert (record["bench"], record["input_tokens"], record["way"]) == ("transfer", 1024, way)
+    assert record.get("staging_slots") == (2 if way == "staged" else None)
+    assert record["tail_ms"] > 0
     assert record["value"] > 0
     assert record["floor"] > 0
     assert record["limit"] > 0
-    assert (record["median_descriptor_bytes"] > 200_000) is bool(slots)
+    assert (record["median_descriptor_bytes"] > 200_000) is (way == "staged")
+
+
+def test_only_gpus_map_pages() -> None:
+    mapped = ("--device", "cpu", "--way", "mapped")
+    ended = subprocess.run(
+        [sys.executable, "-m", "antiphon.benchmarks.kv_handoff", *mapped],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "only GPUs map the pages of another process" in ended.stderr
