@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from antiphon.protocol.errors import RankLostError
+
 
 class RankGraphs:
     """Graphs by rank 0's numbers. A step of several parts is one graph for each, under one number.
@@ -68,7 +70,13 @@ class RankGraphs:
         return number in self._steps
 
     def replay(self, number: int, after_part: Callable[[int], None]) -> None:
-        """Issue them in order; ``after_part(i)`` is called behind the i-th."""
+        """Issue them in order; ``after_part(i)`` is called behind the i-th.
+
+        Raises:
+            RankLostError: nothing was captured under this number.
+        """
+        if number not in self._parts:
+            raise RankLostError(f"rank 0 replays graph {number}, which was not captured here")
         for part, graph in enumerate(self._parts[number]):
             graph.replay()
             after_part(part)

@@ -190,6 +190,62 @@ def test_batches_chunks_prefixes_and_preemption_equal_one_rank(
     assert_equal_up_to_ties(found, expected, single, forward)
 
 
+def test_requests_that_are_aborted_within_a_step_leave_the_others_their_texts(
+    single: Transformer, in_ranks: Ranks
+) -> None:
+    """Chunks and steps are replayed; an abort arrives while what it ends is on its way to all ranks."""
+    config, ways = single.config, ("greedy", "drawn", "drawn", "greedy", "drawn", "greedy")
+    aborted = {sampled_requests(*ways)[index].request_id for index in (1, 2, 5)}
+    expected = run(single, overlap=True, sampled=ways)
+
+    def work(group: RankGroup) -> dict[str, list[int]] | None:
+        layout = ParallelLayout(2, True, group.rank)
+        model = ParallelTransformer(config, layout, group.communicator, torch.float32)
+        fill(model, shard_parameters(config, layout, synthesize_parameters(config, seed=2)))
+        kv_heads = len(model.shape.kv_heads)
+        if group.rank > 0:
+            pages = PagedKvCache(
+                config,
+                full_pages=FULL_PAGES,
+                sliding_pages=SLIDING_PAGES,
+                page_size=PAGE,
+                dtype=torch.float32,
+                kv_heads=kv_heads,
+            )
+            FollowerLoop(model, pages, group).run()
+            return None
+        leader = LeaderModel(model, group)
+        leader.start()
+        loop = EngineLoop(leader, settings(config, True, graphs=True), kv_heads=kv_heads)
+        forward, left = model.forward, sorted(aborted)
+
+        def aborting(*arguments: Any) -> Tensor:
+            if loop.snapshot().running and left:
+                loop.abort(left.pop(), 1)
+            return forward(*arguments)
+
+        model.forward = aborting  # type: ignore[method-assign]
+        for request in sampled_requests(*ways):
+            loop.submit(request)
+        tokens: defaultdict[str, list[int]] = defaultdict(list)
+        while loop.has_work():
+            for event in loop.step():
+                if isinstance(event, TokensSampled):
+                    tokens[event.request_id] += event.token_ids
+        assert not left
+        loop.check_pages()
+        leader.close()
+        return dict(tokens)
+
+    found = in_ranks(2, work)[0]
+    for name, tokens in expected.items():
+        if name in aborted:
+            assert found.get(name, []) == tokens[: len(found.get(name, []))]
+            assert len(found.get(name, [])) < len(tokens)
+        else:
+            assert found[name] == tokens
+
+
 def test_the_texts_are_worth_comparing(expected: dict[str, list[int]]) -> None:
     assert all(len(set(tokens)) > 8 for tokens in expected.values())
     assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)

@@ -14,6 +14,7 @@ from torch import Tensor
 from antiphon.model.config import GptOssConfig
 from antiphon.model.parallel.follower import FollowerLoop
 from antiphon.model.parallel.leader import LeaderModel
+from antiphon.model.parallel.rank_graphs import RankGraphs
 from antiphon.model.parallel.rank_group import RankGroup
 from antiphon.model.parallel.transformer import ParallelTransformer
 from antiphon.protocol.errors import RankLostError
@@ -127,6 +128,13 @@ def test_what_rank_0_captures_all_ranks_capture_and_replay(
     assert left[0] == 0, "its own graphs are gone before a rank leaves"
     pools = ["captures into pool None", *["captures into pool 7"] * 2]
     assert [what for _, what in seen] == [*pools, "replayed", "replayed"]
+
+
+def test_a_graph_that_was_not_captured_here_is_refused_by_its_number() -> None:
+    graphs = RankGraphs()
+    with pytest.raises(RankLostError, match="graph 3, which was not captured here"):
+        graphs.replay(3, lambda part: None)
+    assert not graphs.is_step(3)
 
 
 class RecordedParts(Recorded):
