@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from antiphon.kv_transfer.arrival_ends import ArrivalEnds
 from antiphon.kv_transfer.arrivals import ARRIVALS, Arrivals
 from antiphon.kv_transfer.futures import done, failed, without_result
 from antiphon.kv_transfer.handshake import PeerKv, RankPages, agent_name, rank_pages, span_of
@@ -37,8 +37,6 @@ T = TypeVar("T")
 DIRECT_POLL_S = 0.0003
 FAST_POLL_S = 0.0001
 """Of GPUs, and of staged writes, which pass through four hands: each waits for the next poll."""
-SEVER_POLL_S = 0.02
-"""How often the connections that are being ended are looked at until they are closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +116,7 @@ class KvEndpoint:
         """Peers into whose pages this rank's GPU writes itself: nothing is staged for them."""
         self._probe = ProbePages(self._layouts, shard, pages, settings.epoch)
         self._arrivals = arrivals
-        self._endings: dict[PeerLife, list[_Ending]] = {}
-        """Ends of a writer's connections that are waited for; used on the transfer thread only."""
+        self._ends = ArrivalEnds(self._transfer, arrivals, self._receiver)
         self._peers: dict[PeerLife, PeerKv] = {}
         self._memory: RankMemory | None = None
         self._local: RankPages | None = None
@@ -259,46 +256,11 @@ class KvEndpoint:
 
     def sever(self, writer: PeerLife) -> Future[None]:
         """See RankKv."""
-        return self._end_arrivals(writer, for_good=False)
+        return self._ends.end(writer, for_good=False)
 
     def drop_writer(self, writer: PeerLife) -> Future[None]:
         """See RankKv."""
-        return self._end_arrivals(writer, for_good=True)
-
-    def _end_arrivals(self, writer: PeerLife, *, for_good: bool) -> Future[None]:
-        ended: Future[None] = Future()
-        receiver = self._receiver
-        ending = _Ending()
-
-        def begin() -> None:
-            self._endings.setdefault(writer, []).append(ending)
-            if receiver is not None:
-                receiver.shut_out(writer)
-
-        def quiet() -> bool:
-            """Once its connections are closed, and one more turn has taken what had come over them."""
-            if ending.severed:
-                return receiver is None or receiver.quiet(writer)
-            now = time.monotonic()
-            if now >= ending.look_again_at:  # finding sockets takes longer than a turn
-                ending.look_again_at = now + SEVER_POLL_S
-                if self._arrivals.sever((writer.worker_id, writer.epoch)):
-                    # Of all that wait for it: once one has ended the writer connects anew, and whoever
-                    # looked again after that would end the new connection.
-                    for each in self._endings.pop(writer):
-                        each.severed = True
-            return False
-
-        def end() -> None:
-            if receiver is not None:
-                receiver.forget(writer)
-                if not for_good:
-                    receiver.let_in(writer)
-            ended.set_result(None)
-
-        self._transfer.soon(begin)
-        self._transfer.when(quiet, end, ended.set_exception)
-        return ended
+        return self._ends.end(writer, for_good=True)
 
     def notify(self, peer: PeerLife, notification: bytes) -> Future[None]:
         """Repeat the notification of a write that is done, of whichever rank."""
@@ -373,14 +335,6 @@ def _started(part: T | None) -> T:
     if part is None:
         raise RuntimeError("the endpoint was not started")
     return part
-
-
-@dataclass(slots=True)
-class _Ending:
-    """One wait for the end of a writer's connections."""
-
-    severed: bool = False
-    look_again_at: float = 0.0
 
 
 def _end(future: Future[None], outcome: WriteOutcome) -> None:
