@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ T = TypeVar("T")
 DIRECT_POLL_S = 0.0003
 FAST_POLL_S = 0.0001
 """Of GPUs, and of staged writes, which pass through four hands: each waits for the next poll."""
+SWITCH_S = 0.0002
+"""How long a thread of a process with a GPU may keep the interpreter from one that waits for it.
+
+Python's 5 ms are longer than a whole transfer. The engine's thread plans and commits a step in up to a
+millisecond of Python, which would hold up the word of a prompt that has arrived.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +298,7 @@ class KvEndpoint:
 
                 torch.cuda.set_device(region.device)
                 torch.cuda.synchronize()
+                sys.setswitchinterval(SWITCH_S)
         transport.register([span_of(region) for region in self._regions()])
         return transport
 
