@@ -73,8 +73,10 @@ class Plan:
         return -(-max(self.tokens) // PAGE)
 
     def device_of(self, side: int) -> torch.device:
-        """Sender 0, receiver 1: on two GPUs, or both on the CPU."""
-        return torch.device("cpu") if self.device == "cpu" else torch.device("cuda", side)
+        """Sender 0, receiver 1: on two GPUs, both on the only one, or on the CPU."""
+        if self.device == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", min(side, torch.cuda.device_count() - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,9 +101,8 @@ def checked_runs(runs: NDArray[np.int64]) -> NDArray[np.int64]:
     rows = np.ascontiguousarray(runs, dtype=np.int64)
     if rows.ndim != 2 or rows.shape[1] != 3 or len(rows) == 0:
         raise ValueError(f"runs of shape {rows.shape}, expected [N, 3] and at least one")
-    bad = (rows % WORD_BYTES).any(axis=1) | (rows <= 0).any(axis=1)
-    if bad.any():
-        index = int(bad.argmax())
+    if rows.min() <= 0 or int(np.bitwise_or.reduce(rows, axis=None)) % WORD_BYTES:
+        index = int(((rows % WORD_BYTES != 0) | (rows <= 0)).any(axis=1).argmax())
         source, destination, length = rows[index].tolist()
         where = f"{length} bytes from {source:#x} to {destination:#x}"
         raise ValueError(f"run {index}: {where} are no multiples of {WORD_BYTES}")

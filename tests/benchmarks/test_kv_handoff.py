@@ -15,19 +15,10 @@ import pytest
 def test_pages_arrive_and_every_rate_is_recorded(way: str, tmp_path: Path) -> None:
     out = tmp_path / "transfer.json"
     shape = ("--device", "cpu", "--model", "tiny", "--tokens", "1024", "--chunk-tokens", "512")
+    paced = ("--compute-ms", "1024:20", "--out", str(out))
     few = ("--layer-groups", "2", "--repeats", "1", "--way", way, "--slots", "2", "--slot-mib", "1")
     subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "antiphon.benchmarks.kv_handoff",
-            *shape,
-            *few,
-            "--compute-ms",
-            "1024:20",
-            "--out",
-            str(out),
-        ],
+        [sys.executable, "-m", "antiphon.benchmarks.kv_handoff", *shape, *few, *paced],
         check=True,
         timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
