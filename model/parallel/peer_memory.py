@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from antiphon.kernels.collectives.ipc_memory import CudaIpcMemory, IpcMemory, IpcMemoryError
 from antiphon.kernels.collectives.one_shot import OneShotReduce, peer_bytes
+from antiphon.kernels.collectives.pushed import PushedReduce, pushed_bytes
 from antiphon.kernels.collectives.two_shot import TwoShotReduce, two_shot_bytes
 from antiphon.model.parallel.communicator import Communicator
 from antiphon.model.parallel.reduce_limits import ReduceLimits
@@ -170,7 +171,7 @@ def _timeout_s(store: Store) -> float:
 
 
 class FusedReduce:
-    """Sum over ranks, residual and norm in one launch, one-shot or two-shot by the number of rows.
+    """Sum over ranks, residual and norm in one launch, in one of three ways by the number of rows.
 
     Which, and up to how many rows, ``limits`` says; all ranks decide alike, by the number of rows alone.
 
@@ -184,7 +185,6 @@ class FusedReduce:
         """Raises RankLostError, see ``PeerMemory``."""
         self.max_rows = limits.max_rows
         rank, ranks = communicator.rank, communicator.size
-        self._one_shot_rows = limits.one_shot_rows
         self._device = device
         self._memory: list[PeerMemory] = []
         on_device = CudaIpcMemory(device)
@@ -193,18 +193,20 @@ class FusedReduce:
             self._memory.append(PeerMemory(store, rank, ranks, size_bytes, on_device))
             return self._memory[-1].addresses
 
-        self._one_shot: OneShotReduce | None = None
-        self._two_shot: TwoShotReduce | None = None
+        self._ways: list[OneShotReduce | PushedReduce | TwoShotReduce] = []
         if rows := limits.one_shot_rows:
             memory = shared(peer_bytes(rows, width, ranks))
-            self._one_shot = OneShotReduce(memory, rank, rows, width, device)
+            self._ways.append(OneShotReduce(memory, rank, rows, width, device))
+        if rows := limits.pushed_rows:
+            memory = shared(pushed_bytes(rows, width, ranks))
+            self._ways.append(PushedReduce(memory, rank, rows, width, device))
         if rows := limits.two_shot_rows:
             memory = shared(two_shot_bytes(rows, width, ranks))
-            self._two_shot = TwoShotReduce(memory, rank, rows, width, device)
+            self._ways.append(TwoShotReduce(memory, rank, rows, width, device))
 
     def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``OneShotReduce.add_norm_``; at most ``max_rows`` rows."""
-        way = self._one_shot if x.shape[0] <= self._one_shot_rows else self._two_shot
+        way = next((way for way in self._ways if x.shape[0] <= way.max_rows), None)
         if way is None:
             raise ValueError(f"{x.shape[0]} rows, the memory is for 1 to {self.max_rows}")
         return way.add_norm_(x, residual, weight, eps)
@@ -215,7 +217,7 @@ class FusedReduce:
         What the default stream holds is waited for for a while only: a sum may wait there for a lost rank,
         and the memory is then left to the end of the process. Graphs that hold sums are not to be replayed.
         """
-        self._one_shot = self._two_shot = None
+        self._ways.clear()
         if not _ended(torch.cuda.default_stream(self._device), CLOSE_TIMEOUT_S):
             _log.info("memory of other ranks is kept to the end of the process: a step has not ended")
             return

@@ -13,14 +13,17 @@ from torch import Tensor
 
 from antiphon.kernels import reference
 from antiphon.kernels.collectives.one_shot import peer_bytes
+from antiphon.kernels.collectives.pushed import pushed_bytes
 from antiphon.kernels.collectives.two_shot import two_shot_bytes
 
 EPS, WIDTH, MAX_ROWS = 1e-5, 2880, 5
+WAYS = {"one_shot": peer_bytes, "pushed": pushed_bytes, "two_shot": two_shot_bytes}
+"""What each rank shares for a way to sum."""
 
 
 @pytest.fixture(scope="module")
 def library(compile_for_host: Callable[..., Any]) -> Any:
-    return compile_for_host(["collectives/one_shot.cu", "collectives/two_shot.cu"])
+    return compile_for_host([f"collectives/{way}.cu" for way in WAYS])
 
 
 def addresses(memory: Sequence[Tensor], offset: int) -> Any:
@@ -32,13 +35,15 @@ class Ranks:
 
     def __init__(self, library: Any, way: str, ranks: int) -> None:
         self.library, self.way, self.ranks = library, way, ranks
-        size = (peer_bytes if way == "one_shot" else two_shot_bytes)(MAX_ROWS, WIDTH, ranks)
+        size = WAYS[way](MAX_ROWS, WIDTH, ranks)
+        self.rows_bytes = MAX_ROWS * WIDTH * 2 * (2 * ranks if way == "pushed" else 2)
+        """Words follow what is summed."""
         self.memory = [torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)]
         self.counts = [torch.zeros(MAX_ROWS, dtype=torch.int32) for _ in range(ranks)]
 
     def places(self) -> list[Any]:
         matrix = MAX_ROWS * WIDTH * 2
-        offsets = [0, 2 * matrix]
+        offsets = [0, self.rows_bytes]
         if self.way == "two_shot":
             offsets = [0, matrix, 2 * matrix, 2 * matrix + MAX_ROWS * self.ranks * 4]
         return [addresses(self.memory, offset) for offset in offsets]
@@ -63,7 +68,7 @@ class Ranks:
         return outs
 
 
-@pytest.mark.parametrize("way", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_rank_gets_the_same_sum_and_its_norm(way: str, ranks: int, library: Any) -> None:
     """Several launches over the same memory, with more and fewer rows: words only grow, places are reused."""
@@ -86,7 +91,7 @@ def test_every_rank_gets_the_same_sum_and_its_norm(way: str, ranks: int, library
         assert float((outs[0].float() - norm).norm() / norm.norm()) <= 3e-3
 
 
-@pytest.mark.parametrize("way", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_sum_without_a_norm_writes_none(way: str, library: Any) -> None:
     everyone = Ranks(library, way, 2)
     residuals = [torch.ones(2, WIDTH).bfloat16() for _ in range(2)]
@@ -97,12 +102,11 @@ def test_a_sum_without_a_norm_writes_none(way: str, library: Any) -> None:
     assert all(bool(out.isnan().all()) for out in outs)
 
 
-@pytest.mark.parametrize("way", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("way", WAYS)
 def test_numbers_of_launches_wrap_around(way: str, library: Any) -> None:
     everyone = Ranks(library, way, 2)
-    matrix = 2 * MAX_ROWS * WIDTH * 2  # words follow what is summed
     for memory, counts in zip(everyone.memory, everyone.counts, strict=True):
-        memory[matrix:].view(torch.int32).fill_(-2)
+        memory[everyone.rows_bytes :].view(torch.int32).fill_(-2)
         counts.fill_(-2)
     generator = torch.Generator().manual_seed(7)
     for _ in range(4):

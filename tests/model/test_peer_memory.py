@@ -8,14 +8,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from antiphon.kernels.collectives.ipc_memory import IpcMemoryError
+from antiphon.model.parallel import peer_memory
 from antiphon.model.parallel.peer_memory import PeerMemory
+from antiphon.model.parallel.reduce_limits import ReduceLimits
 from antiphon.protocol.errors import RankLostError
 
 T = TypeVar("T")
@@ -188,3 +192,49 @@ def test_one_rank_needs_nobody() -> None:
     assert memory.addresses == (256,)
     assert memory.close()
     assert len(ranks.host.freed) == 1
+
+
+def test_the_number_of_rows_alone_chooses_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way has memory of its own, of the size that the check of a deployment counts."""
+    shared: list[int] = []
+
+    class Shared:
+        def __init__(self, store: object, rank: int, size: int, size_bytes: int, memory: object) -> None:
+            shared.append(size_bytes)
+            self.addresses = (256,) * size
+
+    class Way:
+        def __init__(self, memory: object, rank: int, max_rows: int, width: int, device: object) -> None:
+            self.max_rows = max_rows
+
+        def add_norm_(self, x: torch.Tensor, *rest: object) -> str:
+            return type(self).__name__
+
+    monkeypatch.setattr(peer_memory, "PeerMemory", Shared)
+    monkeypatch.setattr(peer_memory, "CudaIpcMemory", lambda device: None)
+    for name in ("OneShotReduce", "PushedReduce", "TwoShotReduce"):
+        monkeypatch.setattr(peer_memory, name, type(name, (Way,), {}))
+
+    def taken(limits: ReduceLimits, rows: int) -> str:
+        ranks: Any = SimpleNamespace(rank=0, size=2)
+        store: Any = None
+        shared.clear()
+        reduce = peer_memory.FusedReduce(store, ranks, limits, 64, torch.device("cuda"))
+        assert reduce.max_rows == limits.max_rows
+        assert sum(shared) == limits.shared_bytes(64, 2)
+        x = torch.zeros(rows, 64)
+        return str(reduce.add_norm_(x, x, x[0], 1e-5))
+
+    all_three = ReduceLimits(4, 16, pushed_rows=8)
+    ways = {
+        1: "OneShotReduce",
+        4: "OneShotReduce",
+        5: "PushedReduce",
+        9: "TwoShotReduce",
+        16: "TwoShotReduce",
+    }
+    assert {rows: taken(all_three, rows) for rows in ways} == ways
+    assert taken(ReduceLimits(0, pushed_rows=8), 1) == "PushedReduce"
+    assert taken(ReduceLimits(4, 16), 5) == "TwoShotReduce"
+    with pytest.raises(ValueError, match="17 rows, the memory is for 1 to 16"):
+        taken(all_three, 17)

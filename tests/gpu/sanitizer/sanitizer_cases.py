@@ -18,8 +18,11 @@ from antiphon.kernels.attention.decode import DecodeAttention
 from antiphon.kernels.attention.prefill import prefill_attention
 from antiphon.kernels.attention.prefill_hopper import chunk_rope_and_write, hopper_prefill_attention
 from antiphon.kernels.collectives.one_shot import OneShotReduce, peer_bytes
+from antiphon.kernels.collectives.pushed import PushedReduce, pushed_bytes
 from antiphon.kernels.collectives.two_shot import TwoShotReduce, two_shot_bytes
+from antiphon.kernels.cuda_library import check_launch
 from antiphon.kernels.dense import fp8_projection, norm, rope, skinny
+from antiphon.kernels.ipc.library import library
 from antiphon.kernels.moe import chunk_norm, decode, mixed, prefill
 from antiphon.kernels.moe.fp8_weights import TILE, TILES_K, Fp8Experts, Fp8Matrix
 from antiphon.kernels.moe.streamed import (
@@ -275,10 +278,24 @@ def _page_copy(machine: Machine) -> None:
             copy_pages(chosen, [5, 0, 6], staged, 0, gather=gather)
 
 
+@case("run_copy")
+def _run_copy(machine: Machine) -> None:
+    source, target = machine.integers(256, 400_000), machine.integers(256, 400_000)
+    for lengths, blocks in (
+        ([16], 3),
+        ([65_552, 48, 16], 2),
+        ([16 * (1 + run % 5) for run in range(200)], 4),
+    ):
+        places = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+        rows = torch.stack((source.data_ptr() + places, target.data_ptr() + places, torch.tensor(lengths)), 1)
+        check_launch(library().antiphon_run_copy(rows.data_ptr(), len(rows), blocks, 0), "run_copy")
+
+
 @case("reduce_add_norm")
 def _reduce_add_norm(machine: Machine) -> None:
     """Of one rank, which waits for itself; what several say to each other is beyond these tools."""
-    sizes = {OneShotReduce: peer_bytes(3, DIM, 1), TwoShotReduce: two_shot_bytes(3, DIM, 1)}
+    ways = (OneShotReduce, peer_bytes), (PushedReduce, pushed_bytes), (TwoShotReduce, two_shot_bytes)
+    sizes = {kind: bytes_of(3, DIM, 1) for kind, bytes_of in ways}
     for kind, size_bytes in sizes.items():
         memory = torch.zeros(size_bytes, dtype=torch.uint8).to(machine.device)
         reduce = kind([memory.data_ptr()], 0, 3, DIM, machine.device)
