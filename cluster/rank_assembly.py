@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -221,8 +222,27 @@ def follow_in(
 ) -> None:
     """As ``follow``, in a store that is open already."""
     model, group = load_rank(role, config, rank, store)
+    with contextlib.ExitStack() as ends:
+        ends.callback(group.close)  # the others need not wait for a rank that does not come so far
+        pages = _pages(role, config, model, group)
+        reserve_for_prompts(role, worker_config(role, config), model, pages)
+        rank_kv = FollowerKv(role, config, rank, pages, cluster_token, transport_factory)
+        ends.callback(rank_kv.stop)
+        FollowerLoop(
+            model,
+            pages,
+            group,
+            after_layer=rank_kv.after_layer if role is Role.PREFILL else None,
+            on_message=rank_kv.on_message,
+            on_lost=lambda error: rank_kv.hang_up(),
+            group_ends=pages.last_layers(config.transfer.layer_groups),
+        ).run()
+
+
+def _pages(role: Role, config: DeploymentConfig, model: RankModel, group: RankGroup) -> PagedKvCache:
+    """One rank's pages; raises ConfigError when they are too few."""
     settings = engine_settings(role, config, model)
-    pages = PagedKvCache(
+    return PagedKvCache(
         model.config,
         full_pages=settings.full_pages,
         sliding_pages=settings.sliding_pages,
@@ -232,19 +252,6 @@ def follow_in(
         kv_heads=model.config.num_key_value_heads // group.size,
         full_fp8=config.model.fp8_kv,
     )
-    reserve_for_prompts(role, worker_config(role, config), model, pages)
-    rank_kv = FollowerKv(role, config, rank, pages, cluster_token, transport_factory)
-    try:
-        FollowerLoop(
-            model,
-            pages,
-            group,
-            after_layer=rank_kv.after_layer if role is Role.PREFILL else None,
-            on_message=rank_kv.on_message,
-            group_ends=pages.last_layers(config.transfer.layer_groups),
-        ).run()
-    finally:
-        rank_kv.stop()
 
 
 class FollowerKv:
@@ -304,6 +311,11 @@ class FollowerKv:
             self._writes.take,
         )
         self._server.start()
+
+    def hang_up(self) -> None:
+        """Let rank 0 know at once that this rank ends, however long that takes."""
+        if self._server is not None:
+            self._server.hang_up()
 
     def stop(self) -> None:
         """End transfers."""

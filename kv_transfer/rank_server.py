@@ -90,6 +90,11 @@ class RankServer:
         self._thread.call(self._node.start)
         self._thread.call(self._node.connect, self._leader)
 
+    def hang_up(self) -> None:
+        """Begin to end the link, of which rank 0 hears at once; ``stop`` does the rest. From any thread."""
+        if self._memory is not None:
+            self._thread.post(self._node.close)
+
     def stop(self) -> None:
         """End the link and the transfers. Harmless when repeated."""
         if self._memory is not None:
@@ -102,7 +107,7 @@ class RankServer:
         self._node.send(self._peer, RankLanded(sender, notification))
 
     def _fail(self, error: BaseException) -> None:
-        self._thread.post(self._node.close)  # rank 0 hears of it at once
+        self.hang_up()
         self._on_failure(error)
 
     def on_up(self, peer: Peer) -> None:

@@ -34,6 +34,8 @@ class FollowerLoop:
         after_layer: called during a step with its number (from 1, as rank 0 counts) and a layer, right after
             that layer of it was issued.
         on_message: called with what rank 0 published, in order with the steps.
+        on_lost: called once with what ends this rank before rank 0 says stop, and before the connections are
+            closed, which on a GPU takes seconds while a kernel waits for a rank that is lost.
         group_ends: last layer of each layer group, by which steps are cut that are recorded in parts.
     """
 
@@ -45,6 +47,7 @@ class FollowerLoop:
         *,
         after_layer: Callable[[int, int], None] | None = None,
         on_message: Callable[[bytes], None] | None = None,
+        on_lost: Callable[[BaseException], None] | None = None,
         group_ends: Sequence[int] = (),
     ) -> None:
         self._model = model
@@ -53,6 +56,7 @@ class FollowerLoop:
         self._channel = CommandChannel(group.control)
         self._after_layer = after_layer
         self._on_message = on_message
+        self._on_lost = on_lost
         self._geometry = kv_geometry(model.config, kv)
         self._steps = 0
         self._graphs = RankGraphs()
@@ -73,6 +77,10 @@ class FollowerLoop:
             self._graphs.clear()
             if isinstance(self._model, SharesMemory):
                 self._model.stop_sharing()
+        except BaseException as error:
+            if self._on_lost is not None:
+                self._on_lost(error)
+            raise
         finally:
             self._group.close()
 

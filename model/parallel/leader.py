@@ -40,7 +40,8 @@ class LeaderModel:
         model: rank 0's part.
         group: the ranks.
         heartbeat_s: between signs of life; a quarter of the group's timeout when absent.
-        on_lost: called at most once, on the thread that noticed, when a rank is lost or a call fails here.
+        on_lost: called at most once, on the thread that noticed, when a rank is lost or a call fails here;
+            before the connections are closed, which on a GPU takes seconds while a kernel waits for the lost.
     """
 
     def __init__(
@@ -302,9 +303,11 @@ class LeaderModel:
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
-        self._group.close()
-        if self._on_lost is not None:
-            self._on_lost(error)
+        try:
+            if self._on_lost is not None:
+                self._on_lost(error)
+        finally:
+            self._group.close()
 
     def _watch(self) -> None:
         while not self._stopping.wait(self._heartbeat_s):

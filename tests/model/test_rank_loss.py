@@ -193,6 +193,104 @@ def test_a_message_that_nobody_takes_is_an_error(
     in_ranks(2, work)
 
 
+class SlowEnd:
+    """The connections of a rank whose kernels hold up the end: it is over once the loss was heard of."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.heard = threading.Event()
+        self.heard_in_time: list[bool] = []
+        self._close = group.close
+        group.close = self._end  # type: ignore[method-assign]
+
+    def _end(self) -> None:
+        self.heard_in_time.append(self.heard.wait(5))
+        self._close()
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_leader_tells_of_a_loss_before_it_closes_what_takes_time(
+    idle: bool, small: GptOssConfig, in_ranks: Ranks, one_sequence: Any, build: Build
+) -> None:
+    def work(group: RankGroup) -> None:
+        model = build(small, group)
+        if group.rank > 0:
+            group.agree(model.facts())
+            group.close()
+            return
+        end = SlowEnd(group)
+        leader = LeaderModel(
+            model, group, heartbeat_s=0.05 if idle else 30.0, on_lost=lambda error: end.heard.set()
+        )
+        leader.start()
+        if idle:
+            assert end.heard.wait(30)
+        else:
+            with pytest.raises(RankLostError):
+                publish_until_noticed(leader)
+        leader.close()
+        assert end.heard_in_time[0]
+
+    in_ranks(2, work)
+
+
+def test_a_leader_whose_listener_fails_closes_all_the_same(
+    small: GptOssConfig, in_ranks: Ranks, one_sequence: Any, build: Build
+) -> None:
+    def tell(error: BaseException) -> None:
+        raise ValueError("nobody listens")
+
+    def work(group: RankGroup) -> None:
+        model = build(small, group)
+        kv = one_sequence(model, 8, PAGE)
+        if group.rank > 0:
+            with pytest.raises(RankLostError):
+                FollowerLoop(model, kv, group).run()
+            return
+        leader = LeaderModel(model, group, on_lost=tell)
+        leader.start()
+        model.forward = None  # type: ignore[assignment]
+        with pytest.raises(ValueError, match="nobody listens"):
+            leader.forward(kv.batch(prompt(small, 8), 0), kv)
+        with pytest.raises(RankLostError, match="left"):
+            group.control.all_reduce(torch.ones(1))
+
+    in_ranks(2, work)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_follower_tells_of_its_end_before_it_closes_what_takes_time(
+    lost: bool, small: GptOssConfig, in_ranks: Ranks, one_sequence: Any, build: Build
+) -> None:
+    told: list[BaseException] = []
+
+    def work(group: RankGroup) -> None:
+        model = build(small, group)
+        if group.rank == 0:
+            leader = LeaderModel(model, group)
+            leader.start()
+            if lost:
+                leader._fail(MemoryError("rank 0 has no memory"))
+            leader.close()
+            return
+        end = SlowEnd(group)
+        follower = FollowerLoop(
+            model,
+            one_sequence(model, 8, PAGE),
+            group,
+            on_lost=lambda error: (told.append(error), end.heard.set()),
+        )
+        if not lost:
+            end.heard.set()
+            follower.run()
+            return
+        with pytest.raises(RankLostError):
+            follower.run()
+        assert end.heard_in_time == [True]
+
+    in_ranks(2, work)
+    assert [type(error) for error in told] == ([RankLostError] if lost else [])
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_ranks_stop_sharing_memory_at_the_normal_end_alone(
     fails: bool, small: GptOssConfig, in_ranks: Ranks, one_sequence: Any, build: Build
