@@ -5,12 +5,15 @@
 #include "on_device.cuh"
 
 extern "C" int antiphon_run_copy(const int64_t* rows, int count, int blocks, void* stream);
+extern "C" int antiphon_run_copy_load();
 
-// Ahead of the model's steps: a copy is short, and a peer waits for it.
+// Ahead of the model's steps: a copy is short, and a peer waits for it. The kernels are loaded here, because that may
+// have to wait for whatever runs.
 extern "C" int antiphon_copy_stream_make(int device, void** stream) {
   return antiphon::on(device, [=] {
     int least = 0, greatest = 0;
-    const cudaError_t status = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    cudaError_t status = static_cast<cudaError_t>(antiphon_run_copy_load());
+    if (status == cudaSuccess) status = cudaDeviceGetStreamPriorityRange(&least, &greatest);
     if (status != cudaSuccess) return status;
     return cudaStreamCreateWithPriority(reinterpret_cast<cudaStream_t*>(stream), cudaStreamNonBlocking, greatest);
   });
@@ -22,17 +25,18 @@ extern "C" int antiphon_copy_event_make(int device, void** event) {
   });
 }
 
-// after: an event of this device that was recorded, or null. done: an event that nothing waits for any more.
-extern "C" int antiphon_copy_begin(int device, const int64_t* rows, int count, int blocks, void* stream, void* after,
+// lane: a stream of antiphon_copy_stream_make. after: an event of this device that was recorded, or null. done: an event
+// that nothing waits for any more.
+extern "C" int antiphon_copy_begin(int device, const int64_t* rows, int count, int blocks, void* lane, void* after,
                                    void* done) {
   return antiphon::on(device, [=] {
     cudaError_t status = cudaSuccess;
     if (after != nullptr) {
-      status = cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), static_cast<cudaEvent_t>(after), 0);
+      status = cudaStreamWaitEvent(static_cast<cudaStream_t>(lane), static_cast<cudaEvent_t>(after), 0);
     }
-    if (status == cudaSuccess) status = static_cast<cudaError_t>(antiphon_run_copy(rows, count, blocks, stream));
+    if (status == cudaSuccess) status = static_cast<cudaError_t>(antiphon_run_copy(rows, count, blocks, lane));
     // Also after a failure: of a long list, some may have been launched.
-    const cudaError_t recorded = cudaEventRecord(static_cast<cudaEvent_t>(done), static_cast<cudaStream_t>(stream));
+    const cudaError_t recorded = cudaEventRecord(static_cast<cudaEvent_t>(done), static_cast<cudaStream_t>(lane));
     return status == cudaSuccess ? recorded : status;
   });
 }

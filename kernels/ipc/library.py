@@ -50,6 +50,7 @@ def _typed(found: _Library) -> _Library:
     found.antiphon_ipc_close.argtypes = found.antiphon_ipc_free.argtypes = [number, pointer]
     found.antiphon_ipc_reason.argtypes = [number]
     found.antiphon_ipc_reason.restype = ctypes.c_char_p
+    found.antiphon_run_copy.argtypes = [pointer, number, number, pointer]
     found.antiphon_copy_stream_make.argtypes = [number, pointer]
     found.antiphon_copy_event_make.argtypes = [number, pointer]
     found.antiphon_copy_begin.argtypes = [number, pointer, number, number, *(pointer,) * 3]

@@ -22,9 +22,8 @@ struct Runs {
   uint32_t end[RUNS];  // words of this run and all before it
   int count;
 };
-using Few = Runs<160>;
-using Many = Runs<1024>;
-static_assert(sizeof(Few) <= 4096 && sizeof(Many) <= 32764);
+constexpr int kFew = 160, kMany = 1024;
+static_assert(sizeof(Runs<kFew>) <= 4096 && sizeof(Runs<kMany>) <= 32764);
 
 template <int RUNS>
 __device__ __forceinline__ uint32_t share(const Runs<RUNS>& runs, uint32_t block) {
@@ -82,18 +81,26 @@ int launch_some(const int64_t* rows, int count, int blocks, void* stream) {
 }  // namespace
 }  // namespace antiphon
 
+#ifndef ANTIPHON_ON_HOST
+extern "C" int antiphon_run_copy_load() {
+  using namespace antiphon;
+  cudaFuncAttributes attributes;
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, run_copy<kFew>);
+  return status == cudaSuccess ? cudaFuncGetAttributes(&attributes, run_copy<kMany>) : status;
+}
+#endif
+
 // rows: [count, 3] of (address to read, address to write, bytes), multiples of 16, read before this returns.
 extern "C" int antiphon_run_copy(const int64_t* rows, int count, int blocks, void* stream) {
   using namespace antiphon;
-  constexpr int few = sizeof(Few::end) / sizeof(uint32_t), many = sizeof(Many::end) / sizeof(uint32_t);
   if (count < 1 || blocks < 1) return cudaErrorInvalidValue;
   for (int i = 0; i < count; ++i)
     if ((rows[3 * i] | rows[3 * i + 1] | rows[3 * i + 2]) % 16 || rows[3 * i + 2] <= 0) return cudaErrorInvalidValue;
-  for (int first = 0; first < count; first += many) {
-    const int some = count - first < many ? count - first : many;
+  for (int first = 0; first < count; first += kMany) {
+    const int some = count - first < kMany ? count - first : kMany;
     const int64_t* begin = rows + 3 * static_cast<int64_t>(first);
-    const int status = some <= few ? launch_some<few>(begin, some, blocks, stream)
-                                   : launch_some<many>(begin, some, blocks, stream);
+    const int status = some <= kFew ? launch_some<kFew>(begin, some, blocks, stream)
+                                    : launch_some<kMany>(begin, some, blocks, stream);
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;
