@@ -1,7 +1,8 @@
 """Either process of ``test_run_copy``: one owns memory of torch's, the other writes into it.
 
 ``own DEVICE`` prints a handle and an offset, waits for a line, and compares. ``write HANDLE OFFSET`` maps the
-memory twice, as two peers do that lie in one allocation, writes every second page of it, and closes it.
+memory twice, as two peers do that lie in one allocation, writes every second page of it, says so, waits for a
+line, writes again, and closes it.
 """
 
 from __future__ import annotations
@@ -51,11 +52,21 @@ def write(handle: bytes, offset: int) -> None:
     memory.close(again)
     places = [index * PAGE_BYTES for index in range(0, PAGES, 2)]
     rows = [(source.data_ptr() + place, target + offset + place, PAGE_BYTES) for place in places]
-    copy = RunCopier(device).copy(np.array(rows, dtype=np.int64))
-    while not copy.done():
-        time.sleep(0.001)
+    copier, runs = RunCopier(device), np.array(rows, dtype=np.int64)
+
+    def copy() -> None:
+        running = copier.copy(runs)
+        while not running.done():
+            time.sleep(0.001)
+
+    copy()
+    print("written", flush=True)
+    sys.stdin.readline()
+    for _ in range(20):
+        copy()
     memory.close(target)
-    print("written and closed", flush=True)
+    assert torch.equal(source.cpu(), pages()), "the device goes on"
+    print("written again and closed", flush=True)
 
 
 if __name__ == "__main__":

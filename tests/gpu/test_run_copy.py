@@ -87,35 +87,59 @@ def test_a_copy_waits_for_its_event_and_one_without_does_not() -> None:
     assert memory[1].eq(7).all()
 
 
+class Writer:
+    """A process that owns memory, and one that writes into it."""
+
+    def __init__(self, devices: int, *, sees_all: bool) -> None:
+        if torch.cuda.device_count() < devices:
+            pytest.skip(f"needs {devices} CUDA devices")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:devices]
+        mine, theirs = (visible, visible) if sees_all else (visible[:1], visible[-1:])
+        self.owner = self._start(theirs, "own", str(len(theirs) - 1))
+        assert self.owner.stdout is not None
+        self.writer = self._start(mine, "write", *self.owner.stdout.readline().split())
+        assert self.writer.stdout is not None
+        said = self.writer.stdout.readline()
+        assert said == "written\n", said + self.writer.communicate(timeout=60)[0]
+
+    @staticmethod
+    def _start(visible: list[str], *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, str(SCRIPT), *arguments],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def close(self) -> None:
+        for process in (self.owner, self.writer):
+            process.kill()
+            process.wait()
+
+
 @pytest.mark.parametrize("devices", [1, 2], ids=["one GPU", "two GPUs"])
 @pytest.mark.parametrize("sees_all", [True, False], ids=["both seen", "its own seen"])
 def test_what_another_process_exported_is_written(devices: int, sees_all: bool) -> None:
-    """The other process holds torch's memory; this one's child maps it, writes it, and closes it."""
-    if torch.cuda.device_count() < devices:
-        pytest.skip(f"needs {devices} CUDA devices")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:devices]
-    mine, theirs = (visible, visible) if sees_all else (visible[:1], visible[-1:])
-    owner = subprocess.Popen(
-        [sys.executable, str(SCRIPT), "own", str(len(theirs) - 1)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(theirs)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    both = Writer(devices, sees_all=sees_all)
     try:
-        assert owner.stdout is not None
-        exported = owner.stdout.readline().split()
-        writer = subprocess.run(
-            [sys.executable, str(SCRIPT), "write", *exported],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(mine)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert "written and closed" in writer.stdout, writer.stdout + writer.stderr
-        said, _ = owner.communicate("written\n", timeout=120)
-        assert "as it was written, and nothing else" in said
+        said, _ = both.writer.communicate("again\n", timeout=120)
+        assert "written again and closed" in said, said
+        said, _ = both.owner.communicate("compare\n", timeout=120)
+        assert "as it was written, and nothing else" in said, said
     finally:
-        owner.kill()
-        owner.wait()
+        both.close()
+
+
+@pytest.mark.parametrize("devices", [1, 2], ids=["one GPU", "two GPUs"])
+def test_a_writer_outlives_the_owner_of_what_it_writes(devices: int) -> None:
+    """A killed process' memory stays until it is closed here: copies into it go on, and hurt nobody."""
+    both = Writer(devices, sees_all=False)
+    try:
+        both.owner.kill()
+        both.owner.wait()
+        said, _ = both.writer.communicate("again\n", timeout=120)
+        assert "written again and closed" in said, said
+    finally:
+        both.close()
