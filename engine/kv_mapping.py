@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from antiphon.configs.schema import DeploymentConfig
-from antiphon.kernels.collectives.ipc_memory import CudaIpcMemory
+from antiphon.kernels.ipc.memory import CudaIpcMemory
 from antiphon.kernels.ipc.run_copy import BLOCKS, RunCopier, RunningCopy, serves
 from antiphon.protocol.errors import ConfigError
 

@@ -14,7 +14,7 @@ _Library = TypeVar("_Library", bound=ctypes.CDLL)
 _HERE = Path(__file__).parent
 LIBRARY = CudaLibrary(
     "ipc",
-    (_HERE.parent / "collectives" / "ipc_memory.cu", _HERE / "run_copy.cu", _HERE / "copy_stream.cu"),
+    (_HERE / "memory.cu", _HERE / "run_copy.cu", _HERE / "copy_stream.cu"),
     headers=(_HERE / "on_device.cuh", _HERE.parent / "moe" / "csrc" / "hopper.cuh"),
 )
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from antiphon.kernels.collectives.ipc_memory import CudaIpcMemory, IpcMemory, IpcMemoryError
 from antiphon.kernels.collectives.one_shot import OneShotReduce, peer_bytes
 from antiphon.kernels.collectives.pushed import PushedReduce, pushed_bytes
 from antiphon.kernels.collectives.two_shot import TwoShotReduce, two_shot_bytes
+from antiphon.kernels.ipc.memory import CudaIpcMemory, IpcMemory, IpcMemoryError
 from antiphon.model.parallel.communicator import Communicator
 from antiphon.model.parallel.reduce_limits import ReduceLimits
 from antiphon.protocol.errors import RankLostError

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import torch
 
-from antiphon.kernels.collectives.ipc_memory import CudaIpcMemory
+from antiphon.kernels.ipc.memory import CudaIpcMemory
 from antiphon.kernels.ipc.run_copy import RunCopier
 
 PAGES, PAGE_BYTES, POISON = 64, 65_536, 0xAB

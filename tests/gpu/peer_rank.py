@@ -10,10 +10,10 @@ import sys
 import torch
 from torch import Tensor
 
-from antiphon.kernels.collectives.ipc_memory import CudaIpcMemory
 from antiphon.kernels.collectives.one_shot import OneShotReduce, peer_bytes
 from antiphon.kernels.collectives.pushed import PushedReduce, pushed_bytes
 from antiphon.kernels.collectives.two_shot import TwoShotReduce, two_shot_bytes
+from antiphon.kernels.ipc.memory import CudaIpcMemory
 from antiphon.model.parallel.peer_memory import PeerMemory
 from antiphon.model.parallel.rank_group import open_store
 

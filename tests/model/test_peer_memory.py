@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from antiphon.kernels.collectives.ipc_memory import IpcMemoryError
+from antiphon.kernels.ipc.memory import IpcMemoryError
 from antiphon.model.parallel import peer_memory
 from antiphon.model.parallel.peer_memory import PeerMemory
 from antiphon.model.parallel.reduce_limits import ReduceLimits

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../ipc/on_device.cuh"
+#include "on_device.cuh"
 
 // Zeroed, and seen to be so, when it returns. The handle is sizeof(cudaIpcMemHandle_t) bytes.
 extern "C" int antiphon_ipc_allocate(int device, size_t size_bytes, void** address, void* handle) {
