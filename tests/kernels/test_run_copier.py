@@ -1,0 +1,88 @@
+"""The order of calls behind copies of runs: which stream, which event, and when an event is used again."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from antiphon.kernels.ipc import run_copy
+from antiphon.kernels.ipc.run_copy import RunCopier
+
+RUNS = np.array([(0x1000, 0x2000, 32), (0x3000, 0x4000, 16)], dtype=np.int64)
+NOT_READY, ILLEGAL_ADDRESS = 600, 700
+
+
+class Library:
+    """Stands for the library; handles are numbers from 1 on."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.began: list[tuple[Any, ...]] = []
+        self.states: dict[int, int] = {}
+        self.launch_status = 0
+
+    def _make(self, what: str, place: Any) -> int:
+        self.made.append(what)
+        place._obj.value = len(self.made)
+        return 0
+
+    def antiphon_copy_stream_make(self, device: int, place: Any) -> int:
+        return self._make("stream", place)
+
+    def antiphon_copy_event_make(self, device: int, place: Any) -> int:
+        return self._make("event", place)
+
+    def antiphon_copy_begin(
+        self, device: int, rows: int, count: int, blocks: int, lane: int, after: int | None, done: int
+    ) -> int:
+        listed = (ctypes.c_int64 * (3 * count)).from_address(rows)
+        self.began.append((device, list(listed), blocks, lane, after, done))
+        self.states[done] = NOT_READY
+        return self.launch_status
+
+    def antiphon_copy_state(self, done: int) -> int:
+        return self.states[done]
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setattr(run_copy, "quick_library", lambda: made)
+    return made
+
+
+def test_what_waits_has_a_stream_of_its_own(library: Library) -> None:
+    copier = RunCopier(torch.device("cuda", 3), blocks=5)
+    copier.copy(RUNS)
+    copier.copy(RUNS, after=77)
+    assert library.made == ["stream", "stream", "event", "event"]
+    rows = RUNS.ravel().tolist()
+    assert library.began == [(3, rows, 5, 1, None, 3), (3, rows, 5, 2, 77, 4)]
+
+
+def test_an_event_is_used_again_once_its_copy_was_seen_over(library: Library) -> None:
+    copier = RunCopier(torch.device("cuda", 0))
+    first, second = copier.copy(RUNS), copier.copy(RUNS)
+    assert not first.done()
+    library.states[3] = 0
+    assert first.done()
+    third = copier.copy(RUNS)
+    assert [began[-1] for began in library.began] == [3, 4, 3]
+    assert first.done(), "whatever becomes of the event it had"
+    assert not second.done()
+    assert not third.done()
+
+
+def test_a_refused_launch_and_a_failed_device_are_errors(library: Library) -> None:
+    copier = RunCopier(torch.device("cuda", 0))
+    running = copier.copy(RUNS)
+    library.states[3] = ILLEGAL_ADDRESS
+    with pytest.raises(RuntimeError, match="run_copy: CUDA launch failed with error 700"):
+        running.done()
+    library.launch_status = 2
+    with pytest.raises(RuntimeError, match="error 2"):
+        copier.copy(RUNS)
