@@ -258,7 +258,10 @@ def split(
     only: Annotated[
         str, typer.Option(help="Measure only these arrangements: split, colocated, replicas, or a NAME.")
     ] = "",
-    again: Annotated[bool, typer.Option(help="Measure what the file holds already once more.")] = False,
+    again: Annotated[
+        bool,
+        typer.Option(help="Measure what the file holds already once more, such as with other settings."),
+    ] = False,
     limit: Annotated[
         str | None,
         typer.Option(

@@ -50,22 +50,28 @@ class LoadRun:
     """Why the figures may be the load generator's."""
     standing: int = 0
     """Requests in service with which the load began."""
+    settings: dict[str, object] = field(default_factory=dict)
+    """Of the load and of what served it, see ``split.identity``."""
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What was measured: runs of one place are compared, so their settings are the same."""
+        return (self.arrangement, self.chunk_tokens, self.model, self.device, self.gpus, self.mix)
+
+    @property
+    def whole_settings(self) -> dict[str, object]:
+        """All that decides its figures besides place and rate."""
+        return self.settings | {
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "duration_s": self.duration_s,
+            "standing": self.standing,
+        }
 
     @property
     def point(self) -> tuple[object, ...]:
         """What a repetition replaces."""
-        return (
-            self.arrangement,
-            self.chunk_tokens,
-            self.model,
-            self.device,
-            self.gpus,
-            self.mix,
-            self.input_tokens,
-            self.output_tokens,
-            self.rate_per_s,
-            self.duration_s,
-        )
+        return (*self.place, self.rate_per_s)
 
     def good(self, ttft_ms: float, itl_ms: float) -> int:
         """Requests that kept both limits."""
@@ -122,6 +128,7 @@ class Point:
     rate_per_s: float
     duration_s: float
     standing: int = 0
+    settings: dict[str, object] = field(default_factory=dict)
 
 
 def observed(point: Point, measured: Sequence[Observation], document: Document) -> LoadRun:
@@ -152,6 +159,7 @@ def observed(point: Point, measured: Sequence[Observation], document: Document) 
         date=document["date"],
         complaints=list(document["generator_health"]["complaints"]),
         standing=point.standing,
+        settings=point.settings,
     )
 
 
@@ -167,14 +175,33 @@ def load_runs(path: Path) -> list[LoadRun]:
     if not isinstance(document, dict) or document.get("bench") != "split":
         raise RecordError(f"{path}: holds no runs of a comparison")
     entries: list[Any] = document.get("runs", [])
-    return [LoadRun.from_json(entry, f"{path}, run {index}") for index, entry in enumerate(entries)]
+    settings: list[Any] = document.get("settings", [])
+    runs = []
+    for index, entry in enumerate(entries):
+        where = f"{path}, run {index}"
+        try:
+            whole = entry | {"settings": dict(settings[entry["settings"]])}
+        except (TypeError, KeyError, IndexError) as error:
+            raise RecordError(f"{where}: a run without its settings, of before they were kept") from error
+        runs.append(LoadRun.from_json(whole, where))
+    return runs
 
 
-def append_run(path: Path, run: LoadRun) -> None:
-    """Keep a run, in place of an earlier one of the same point."""
-    merged = {each.point: each for each in load_runs(path)} | {run.point: run}
-    document = {"bench": "split", "runs": [asdict(each) for each in merged.values()]}
-    records.write_json(path, document)
+def append_run(path: Path, run: LoadRun, *, anew: bool = False) -> None:
+    """Keep a run, in place of an earlier one of the same point.
+
+    Args:
+        anew: in place of all runs of the same place.
+    """
+    kept = [each for each in load_runs(path) if not (anew and each.place == run.place)]
+    merged = {each.point: each for each in kept} | {run.point: run}
+    settings: list[dict[str, object]] = []  # the same for many runs, so they are written once
+    entries = []
+    for each in merged.values():
+        if each.settings not in settings:
+            settings.append(each.settings)
+        entries.append(asdict(each) | {"settings": settings.index(each.settings)})
+    records.write_json(path, {"bench": "split", "settings": settings, "runs": entries})
 
 
 def _pair(summary: dict[str, float | None]) -> tuple[float, float] | None:

@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from antiphon.benchmarks.serve.command import Options, measure
 from antiphon.benchmarks.split.arrangements import Arrangement
 from antiphon.benchmarks.split.host import start_server
+from antiphon.benchmarks.split.identity import differences, serving_settings
 from antiphon.benchmarks.split.ladder import Ladder, RateSearch
 from antiphon.benchmarks.split.mixes import Mix
 from antiphon.benchmarks.split.observed import LoadRun, Point, append_run, load_runs, observed
@@ -24,10 +25,16 @@ WARM_TOKENS = 64
 """Answers need not be long for everything to be loaded."""
 WARM_RATE_PER_S = 4.0
 DRAIN_S = 30.0
+SHOWN = 6
+"""Differences that are named of one run."""
 
 
 class ComparisonIncomplete(AntiphonError):
     """An arrangement could not be measured, or the time was over; the others' runs are kept."""
+
+
+class MeasuredOtherwise(AntiphonError):
+    """The file holds runs that others are not to be compared with."""
 
 
 Server = Callable[[Arrangement], AbstractAsyncContextManager[str]]
@@ -73,7 +80,28 @@ class HttpLoad:
         )
         run, document = await measure(options)
         what = Point(arrangement, self.model, self.device, mix, rate_per_s, ladder.duration_s, standing)
-        return observed(what, run.measured(), document)
+        settings = self.settings(arrangement, mix)
+        return observed(replace(what, settings=settings), run.measured(), document)
+
+    def settings(self, arrangement: Arrangement, mix: Mix) -> dict[str, object]:
+        """What a run of these keeps of how it was measured, and on what."""
+        ladder = self.ladders_of(arrangement, mix)[0]
+        mine: dict[str, object] = {
+            "warmup_s": ladder.warmup_s,
+            "drain_s": self.drain_s,
+            "seed": self.seed,
+        }
+        return mine | serving_settings(arrangement)
+
+    def differences(self, run: LoadRun, arrangement: Arrangement, mix: Mix) -> list[str]:
+        """What differs between a run of this place and one that would be measured now at its rate."""
+        wanted = self.settings(arrangement, mix) | {
+            "input_tokens": mix.input_tokens,
+            "output_tokens": mix.output_tokens,
+            "duration_s": self.ladders_of(arrangement, mix)[0].duration_s,
+            "standing": self.standing_of(arrangement, mix, run.rate_per_s),
+        }
+        return differences(run.whole_settings, wanted)
 
     async def warm(self, url: str, mix: Mix) -> None:
         """A few requests, so that nothing is computed or loaded for the first time in a measured run."""
@@ -110,9 +138,16 @@ async def run_comparison(
     leaves the others their turn. No load is begun that would not end within ``limit_s`` of the start, and
     each arrangement has an equal part of what is left of that.
 
+    Args:
+        again: measure what is held once more; what is measured of an arrangement and mix then replaces all
+            that was.
+
     Raises:
+        MeasuredOtherwise: ``output`` holds runs with other settings; names them, and nothing is begun.
         ComparisonIncomplete: an arrangement failed, or the time is over; what was measured is kept.
     """
+    if not again:
+        _refuse_others(arrangements, mixes, load, output)
     end = time.monotonic() + limit_s
     failed: list[str] = []
     for index, arrangement in enumerate(arrangements):
@@ -146,10 +181,11 @@ async def _measure(
         ladders = load.ladders_of(arrangement, mix)
         if not ladders:
             continue
-        mine = [run for run in known if _is_mix(run, mix, ladders[0])]
+        mine = [run for run in known if run.mix == mix.name]
         searches[mix] = [RateSearch(ladder, mine) for ladder in ladders]
         for run in mine:
             on_run(run, True)
+    anew = set(searches) if again else set()
     left = {mix for mix, each in searches.items() if _next_rate(each) is not None}
     if not left:
         return
@@ -172,7 +208,8 @@ async def _measure(
                     continue
                 in_time(mix)
                 run = await load(url, arrangement, mix, rate)
-                append_run(output, run)
+                append_run(output, run, anew=mix in anew)
+                anew.discard(mix)
                 for search in searches[mix]:
                     search.add(run)
                 on_run(run, False)
@@ -204,10 +241,24 @@ def _is_of(run: LoadRun, arrangement: Arrangement, load: HttpLoad) -> bool:
     )
 
 
-def _is_mix(run: LoadRun, mix: Mix, ladder: Ladder) -> bool:
-    return (run.mix, run.input_tokens, run.output_tokens, run.duration_s) == (
-        mix.name,
-        mix.input_tokens,
-        mix.output_tokens,
-        ladder.duration_s,
-    )
+def _refuse_others(
+    arrangements: Sequence[Arrangement], mixes: Sequence[Mix], load: HttpLoad, output: Path
+) -> None:
+    """Runs that were measured otherwise would be compared as if they were not."""
+    runs, found = load_runs(output), []
+    for arrangement in arrangements:
+        for mix in mixes:
+            if not load.ladders_of(arrangement, mix):
+                continue
+            for run in runs:
+                if _is_of(run, arrangement, load) and run.mix == mix.name:
+                    other = load.differences(run, arrangement, mix)
+                    if other:
+                        what = f"{mix.name} on {arrangement.label} at {run.rate_per_s:g}/s"
+                        found.append(f"{what}: {', '.join(other[:SHOWN])}")
+                        break
+    if found:
+        raise MeasuredOtherwise(
+            f"{output} holds runs that were measured otherwise: {'; '.join(found)}. "
+            f"Name another file, or measure again"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -199,8 +200,18 @@ def test_runs_survive_a_file_and_a_repetition_replaces(tmp_path: Path) -> None:
     append_run(path, run(2.0, 0.5))
     append_run(path, run(2.0, 0.75))
     assert load_runs(path) == [run(1.0), run(2.0, 0.75)]
+    other = run(3.0, settings={"seed": 1})
+    append_run(path, other)
+    assert load_runs(path) == [run(1.0), run(2.0, 0.75), other]
+    assert json.loads(path.read_text())["settings"] == [{}, {"seed": 1}]
+    append_run(path, run(1.0, mix="other"))
+    append_run(path, run(4.0), anew=True)
+    assert load_runs(path) == [run(1.0, mix="other"), run(4.0)]
     path.write_text('{"bench": "split", "runs": [{"mix": "chat"}]}')
-    with pytest.raises(RecordError, match="run 0"):
+    with pytest.raises(RecordError, match="run 0: a run without its settings"):
+        load_runs(path)
+    path.write_text('{"bench": "split", "settings": [{}], "runs": [{"mix": "chat", "settings": 0}]}')
+    with pytest.raises(RecordError, match="run 0: no run"):
         load_runs(path)
     path.write_text("[]")
     with pytest.raises(RecordError, match="no runs"):
