@@ -100,6 +100,7 @@ def _record(plan: Plan, tokens: int, value: float, floor: float, extra: dict[str
     return Record(
         *("transfer", plan.model, "TP1", device, checkout_commit(), now(), value, "GB/s"),
         input_tokens=tokens,
+        kernel=plan.way_name,
         floor=floor,
         extra=extra,
     )

@@ -68,6 +68,13 @@ class Plan:
         return preset(self.model)
 
     @property
+    def way_name(self) -> str:
+        """The way, with what it depends on."""
+        if self.way == "mapped":
+            return f"mapped, {self.blocks} blocks"
+        return f"slots of {self.slot_mib} MiB" if self.way == "staged" else "pages by NIXL"
+
+    @property
     def pages(self) -> int:
         """Pages of the longest prompt."""
         return -(-max(self.tokens) // PAGE)

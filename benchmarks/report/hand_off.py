@@ -9,9 +9,10 @@ from antiphon.benchmarks.report.markdown import short, table, tokens_name
 
 HEAD = """## KV from prefill to decode, and sums over ranks
 
-Two GPUs of one host. A hand-off is from pages to pages, gathering and spreading included; NIXL alone is one
-write in descriptors of 4 MiB in the same run, the plain copy nothing but bytes. The tail is what is left to
-move when the last layer was computed, the rest lies behind compute.
+Two GPUs of one host. A hand-off is from pages to pages, with everything in it: straight into mapped pages,
+through slots, or every run of pages by NIXL. NIXL alone is one write in descriptors of 4 MiB in the same run,
+the plain copy nothing but bytes. The tail is what is left to move when the last layer was computed, the rest
+lies behind compute.
 """
 SPLIT = """### A split against one GPU that does both
 
@@ -47,6 +48,7 @@ def _transfers(records: Sequence[Record]) -> str:
                 ", ".join(filter(None, (record.peer or "antiphon", str(extra.get("shape") or "")))),
                 record.model,
                 tokens_name(record.input_tokens or 0),
+                _way(record),
                 _megabytes(extra.get("bytes")),
                 short(record.value),
                 "–" if floor is None else f"{short(floor)} ({record.value / floor:.0%})",
@@ -56,8 +58,15 @@ def _transfers(records: Sequence[Record]) -> str:
                 _share(extra.get("hidden_share")),
             ]
         )
-    head = ["system", "model", "prompt", "MB", "GB/s", "NIXL alone, GB/s", "plain copy", "descriptors"]
+    head = ["system", "model", "prompt", "way", "MB", "GB/s", "NIXL alone, GB/s", "plain copy", "descriptors"]
     return table([*head, "tail, ms", "behind compute"], rows)
+
+
+def _way(record: Record) -> str:
+    """How KV went; the first records say only how many slots there were."""
+    if record.kernel is None and record.extra.get("staging_slots"):
+        return f"slots of {record.extra['slot_mib']} MiB"
+    return record.kernel or "–"
 
 
 def _waits(records: Sequence[Record]) -> str:

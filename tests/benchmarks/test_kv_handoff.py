@@ -25,6 +25,7 @@ def test_pages_arrive_and_every_rate_is_recorded(way: str, tmp_path: Path) -> No
     )
     (record,) = json.loads(out.read_text())
     assert (record["bench"], record["input_tokens"], record["way"]) == ("transfer", 1024, way)
+    assert record["kernel"] == ("slots of 1 MiB" if way == "staged" else "pages by NIXL")
     assert record.get("staging_slots") == (2 if way == "staged" else None)
     assert record["tail_ms"] > 0
     assert record["value"] > 0

@@ -131,10 +131,12 @@ def test_hand_offs_waits_and_sums_stand_in_one_section(tmp_path: Path) -> None:
     moved = {"bytes": 206e6, "limit": 380.0, "descriptors": 4, "tail_ms": 0.5, "hidden_share": 0.9}
     split = {"shape": "prefill TP1 + decode TP1"}
     gaps = {"itl_p50_ms": 5.0, "itl_max_ms": 9.0, "tokens_per_s": 5000.0}
+    ship = Record("transfer", *stamp, 150.0, "GB/s", input_tokens=8192, floor=300.0, extra={**moved})
     append_records(
         tmp_path / "two.json",
         [
-            Record("transfer", *stamp, 150.0, "GB/s", input_tokens=8192, floor=300.0, extra={**moved}),
+            replace(ship, extra=moved | {"staging_slots": 4, "slot_mib": 64}),
+            *(replace(ship, kernel=way) for way in ("mapped, 32 blocks", "mapped, 8 blocks")),
             Record("transfer", *stamp, 23.0, "GB/s", input_tokens=8192, peer="other 1.0"),
             Record("ttft", *stamp, 85.0, "ms", input_tokens=8192, extra={**split}),
             Record("interference", *stamp, 6.0, "ms", input_tokens=8192, extra={**split, **gaps}),
@@ -143,8 +145,11 @@ def test_hand_offs_waits_and_sums_stand_in_one_section(tmp_path: Path) -> None:
         ],
     )
     page = render(tmp_path)["benchmarks.md"]
-    assert "| antiphon | gpt-oss-20b | 8k | 206 | 150 | 300 (50%) | 380 | 4 | 0.5 | 90% |" in page
-    assert "| other 1.0 | gpt-oss-20b | 8k | – | 23 | – | – | – | – | – |" in page
+    for said in ("slots of 64 MiB", "mapped, 32 blocks", "mapped, 8 blocks"):
+        assert (
+            f"| antiphon | gpt-oss-20b | 8k | {said} | 206 | 150 | 300 (50%) | 380 | 4 | 0.5 | 90% |" in page
+        )
+    assert "| other 1.0 | gpt-oss-20b | 8k | – | – | 23 | – | – | – | – | – |" in page
     row = "| antiphon | gpt-oss-20b | prefill TP1 + decode TP1 | – | 85 | – | 5 | 6 | 1.20 | 9 | – | 5,000 |"
     assert row in page
     assert "| TP2 | 1 | 6.5 | 11.5 |" in page
