@@ -26,6 +26,8 @@ TESTS = (
     "tests/gpu/test_peer_memory_cuda.py",
     "tests/model/test_parallel_nccl.py",
     "tests/gpu/test_rank_end_cuda.py",
+    "tests/gpu/test_run_copy.py",
+    "tests/gpu/test_mapped_handoff.py",
 )
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -70,7 +72,7 @@ def gpu_parts(out: Path, model: str) -> tuple[Part, ...]:
         Part("served 20b", module("served_pair", "--model", model, "--split-only", *pair), 120),
         engine("20b", "TP2", 130),
         engine("120b", "TP2", 160),
-        Part("tests", ("-m", "pytest", "-q", "-m", "gpu", *TESTS), 90),
+        Part("tests", ("-m", "pytest", "-q", "-m", "gpu", *TESTS), 180),
     )
 
 

@@ -143,3 +143,17 @@ def test_a_writer_outlives_the_owner_of_what_it_writes(devices: int) -> None:
         assert "written again and closed" in said, said
     finally:
         both.close()
+
+
+def test_memory_of_expandable_segments_is_not_exported() -> None:
+    owner = subprocess.run(
+        [sys.executable, str(SCRIPT), "own", "0"],
+        env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert owner.returncode != 0
+    assert "IpcMemoryError: export of" in owner.stderr
+    assert "memory of expandable segments has no handle" in owner.stderr
