@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from antiphon.kernels.cuda_library import check_launch
 from antiphon.kernels.ipc.library import quick_library
 
 WORD_BYTES = 16
@@ -37,7 +36,7 @@ class RunningCopy:
             status = quick_library().antiphon_copy_state(self._event)
             if status == _NOT_READY:
                 return False
-            check_launch(status, "run_copy")
+            _check(status, "a copy between GPUs ended")
             self._over = True
             self._copier._events.append(self._event)
         return True
@@ -82,14 +81,20 @@ class RunCopier:
         status = self._library.antiphon_copy_begin(
             *(self._device, rows.ctypes.data, len(rows), self._blocks, stream, after, event)
         )
-        check_launch(status, "run_copy")
+        _check(status, "a copy between GPUs was not launched")
         return RunningCopy(self, event)
 
     def _make(self, what: str) -> int:
         made = ctypes.c_void_p()
         make = getattr(self._library, f"antiphon_copy_{what}_make")
-        check_launch(make(self._device, ctypes.byref(made)), f"run_copy: {what}")
+        _check(make(self._device, ctypes.byref(made)), f"no {what} for copies on cuda:{self._device}")
         return made.value or 0
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        reason = quick_library().antiphon_ipc_reason(status).decode()
+        raise RuntimeError(f"{what}: {reason} (CUDA error {status})")
 
 
 def checked_runs(runs: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -47,6 +47,9 @@ class Library:
     def antiphon_copy_state(self, done: int) -> int:
         return self.states[done]
 
+    def antiphon_ipc_reason(self, status: int) -> bytes:
+        return f"reason {status}".encode()
+
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
@@ -81,8 +84,8 @@ def test_a_refused_launch_and_a_failed_device_are_errors(library: Library) -> No
     copier = RunCopier(torch.device("cuda", 0))
     running = copier.copy(RUNS)
     library.states[3] = ILLEGAL_ADDRESS
-    with pytest.raises(RuntimeError, match="run_copy: CUDA launch failed with error 700"):
+    with pytest.raises(RuntimeError, match=r"a copy between GPUs ended: reason 700 \(CUDA error 700\)"):
         running.done()
     library.launch_status = 2
-    with pytest.raises(RuntimeError, match="error 2"):
+    with pytest.raises(RuntimeError, match="was not launched: reason 2"):
         copier.copy(RUNS)
