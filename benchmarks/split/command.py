@@ -15,7 +15,7 @@ from antiphon.benchmarks.peers.meter import PeerSystem
 from antiphon.benchmarks.peers.replicas import PeerReplicas
 from antiphon.benchmarks.plan.cost_model import build
 from antiphon.benchmarks.records import load_results
-from antiphon.benchmarks.split.arrangements import Arrangement, colocated_of, split_of
+from antiphon.benchmarks.split.arrangements import Arrangement, colocated_of, ranks_of, split_of
 from antiphon.benchmarks.split.ladder import FEWEST_REQUESTS, Ladder
 from antiphon.benchmarks.split.loads import ExpectedLoads, FixedLoads, Seconds
 from antiphon.benchmarks.split.mixes import Mix
@@ -142,7 +142,8 @@ def run_command(
     try:
         uvloop.run(all_runs())
     finally:
-        runs = [run for run in load_runs(output) if (run.model, run.device) == (load.model, load.device)]
+        place = load.model, load.device, ranks_of(config)
+        runs = [run for run in load_runs(output) if (run.model, run.device, run.gpus) == place]
         print_comparison(runs, mixes, limits)
 
 

@@ -22,6 +22,11 @@ SERVING = (
 GENERATOR = ("benchmarks/serve",)
 SOURCES = (".py", ".cu", ".cuh", ".h")
 LIBRARIES = ("torch", "nixl")
+COMMON = frozenset(
+    {"input_tokens", "output_tokens", "duration_s", "warmup_s", "drain_s", "seed", "generator", "code"}
+    | {*LIBRARIES}
+)
+"""What all runs of a comparison share, whatever served them; a peer has no code of ours."""
 _PACKAGE = Path(__file__).resolve().parents[2]
 _PLACES = frozenset({"path", "directory", "api_key_file", "tls_certificate_file", "tls_key_file"})
 """Keys that say where something is on this machine."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from antiphon.benchmarks.serve.command import Options, measure
 from antiphon.benchmarks.split.arrangements import Arrangement
 from antiphon.benchmarks.split.host import start_server
-from antiphon.benchmarks.split.identity import differences, serving_settings
+from antiphon.benchmarks.split.identity import COMMON, differences, serving_settings
 from antiphon.benchmarks.split.ladder import Ladder, RateSearch
 from antiphon.benchmarks.split.mixes import Mix
 from antiphon.benchmarks.split.observed import LoadRun, Point, append_run, load_runs, observed
@@ -94,14 +94,30 @@ class HttpLoad:
         return mine | serving_settings(arrangement)
 
     def differences(self, run: LoadRun, arrangement: Arrangement, mix: Mix) -> list[str]:
-        """What differs between a run of this place and one that would be measured now at its rate."""
+        """What differs between a run and one that would be measured now at its rate, on this arrangement.
+
+        Of a run of another arrangement only what all of a comparison have in common.
+        """
         wanted = self.settings(arrangement, mix) | {
             "input_tokens": mix.input_tokens,
             "output_tokens": mix.output_tokens,
             "duration_s": self.ladders_of(arrangement, mix)[0].duration_s,
-            "standing": self.standing_of(arrangement, mix, run.rate_per_s),
         }
-        return differences(run.whole_settings, wanted)
+        known = run.whole_settings
+        if self.is_of(run, arrangement):
+            standing = self.standing_of(arrangement, mix, run.rate_per_s)
+            return differences(known, wanted | {"standing": standing})
+        common = COMMON & known.keys() & wanted.keys()
+        return differences({name: known[name] for name in common}, {name: wanted[name] for name in common})
+
+    def is_of(self, run: LoadRun, arrangement: Arrangement) -> bool:
+        """Whether a run is this arrangement's."""
+        same = (arrangement.name, arrangement.chunk_tokens) == (run.arrangement, run.chunk_tokens)
+        return same and self.is_beside(run, arrangement)
+
+    def is_beside(self, run: LoadRun, arrangement: Arrangement) -> bool:
+        """Whether a run may be compared with this arrangement's."""
+        return (run.device, run.gpus, run.model) == (self.device, arrangement.gpus, self.model)
 
     async def warm(self, url: str, mix: Mix) -> None:
         """A few requests, so that nothing is computed or loaded for the first time in a measured run."""
@@ -146,8 +162,7 @@ async def run_comparison(
         MeasuredOtherwise: ``output`` holds runs with other settings; names them, and nothing is begun.
         ComparisonIncomplete: an arrangement failed, or the time is over; what was measured is kept.
     """
-    if not again:
-        _refuse_others(arrangements, mixes, load, output)
+    _refuse_others(arrangements, mixes, load, output, again=again)
     end = time.monotonic() + limit_s
     failed: list[str] = []
     for index, arrangement in enumerate(arrangements):
@@ -175,7 +190,7 @@ async def _measure(
     end: float,
 ) -> None:
     """Every mix on one arrangement, a load of each in turn, so that all have some when the time is over."""
-    known = [] if again else [run for run in load_runs(output) if _is_of(run, arrangement, load)]
+    known = [] if again else [run for run in load_runs(output) if load.is_of(run, arrangement)]
     searches: dict[Mix, list[RateSearch]] = {}
     for mix in mixes:
         ladders = load.ladders_of(arrangement, mix)
@@ -231,34 +246,26 @@ def device_name(uses_gpu: bool) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def _is_of(run: LoadRun, arrangement: Arrangement, load: HttpLoad) -> bool:
-    return (run.arrangement, run.chunk_tokens, run.device, run.gpus, run.model) == (
-        arrangement.name,
-        arrangement.chunk_tokens,
-        load.device,
-        arrangement.gpus,
-        load.model,
-    )
-
-
 def _refuse_others(
-    arrangements: Sequence[Arrangement], mixes: Sequence[Mix], load: HttpLoad, output: Path
+    arrangements: Sequence[Arrangement], mixes: Sequence[Mix], load: HttpLoad, output: Path, *, again: bool
 ) -> None:
     """Runs that were measured otherwise would be compared as if they were not."""
-    runs, found = load_runs(output), []
-    for arrangement in arrangements:
-        for mix in mixes:
-            if not load.ladders_of(arrangement, mix):
+    found: dict[tuple[object, ...], str] = {}
+    runs = load_runs(output)
+    for mix in mixes:
+        asked = [each for each in arrangements if load.ladders_of(each, mix)]
+        for run in runs:
+            beside = [each for each in asked if run.mix == mix.name and load.is_beside(run, each)]
+            mine = [each for each in beside if load.is_of(run, each)]
+            if not beside or (mine and again) or run.place in found:
                 continue
-            for run in runs:
-                if _is_of(run, arrangement, load) and run.mix == mix.name:
-                    other = load.differences(run, arrangement, mix)
-                    if other:
-                        what = f"{mix.name} on {arrangement.label} at {run.rate_per_s:g}/s"
-                        found.append(f"{what}: {', '.join(other[:SHOWN])}")
-                        break
+            other = load.differences(run, (mine or beside)[0], mix)
+            if other:
+                chunk = "" if run.chunk_tokens is None else f", chunk {run.chunk_tokens}"
+                what = f"{mix.name} on {run.arrangement}{chunk} at {run.rate_per_s:g}/s"
+                found[run.place] = f"{what}: {', '.join(other[:SHOWN])}"
     if found:
         raise MeasuredOtherwise(
-            f"{output} holds runs that were measured otherwise: {'; '.join(found)}. "
-            f"Name another file, or measure again"
+            f"{output} holds runs that were measured otherwise: {'; '.join(found.values())}. "
+            f"Name another file, or measure all of them again"
         )

@@ -403,7 +403,7 @@ async def test_arrangements_share_the_time_and_mixes_take_turns(script: Any, tmp
             await_all,
             mixes[:1],
             HttpLoad(FixedLoads(slow, {}).ladders, "CPU", "m", 0, 2.0),
-            output,
+            tmp_path / "slow.json",
             again=False,
             on_run=lambda run, known: turns.append(run.arrangement),
             start=start,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from antiphon.benchmarks.split import identity
-from antiphon.benchmarks.split.arrangements import Arrangement, split_of
+from antiphon.benchmarks.split.arrangements import Arrangement, colocated_of, split_of
 from antiphon.benchmarks.split.identity import configured
 from antiphon.benchmarks.split.ladder import Ladder
 from antiphon.benchmarks.split.loads import FixedLoads
@@ -75,7 +75,8 @@ class Comparison:
         load = QuickLoad(
             FixedLoads(ladder, {}).ladders, "CPU", "m", seed, drain_s, lambda arrangement, mix, rate: standing
         )
-        split = split_of(deployment(changed.get("decode", {}), changed.get("router", {})))
+        config = deployment(changed.get("decode", {}), changed.get("router", {}))
+        asked = split_of(config) if "chunk" not in changed else colocated_of(config, changed["chunk"])
         self.measured.clear()
 
         def note(run: LoadRun, known: bool) -> None:
@@ -88,7 +89,7 @@ class Comparison:
             yield "http://nowhere"
 
         mix = Mix("tiny", 5, changed.get("output_tokens", 4))
-        await run_comparison([split], [mix], load, self.output, again=again, on_run=note, start=start)
+        await run_comparison([asked], [mix], load, self.output, again=again, on_run=note, start=start)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ async def test_runs_that_were_measured_otherwise_are_refused_by_what_differs(
     held = comparison.output.read_bytes()
     with pytest.raises(MeasuredOtherwise) as refused:
         await comparison.run(**change)
-    assert f"tiny on split at 10/s: {said}. Name another file" in str(refused.value)
+    assert f"tiny on split at 10/s: {said}. Name another file, or" in str(refused.value)
     assert not comparison.measured
     assert comparison.output.read_bytes() == held
     await comparison.run(again=True, **change)
@@ -123,6 +124,18 @@ async def test_runs_that_were_measured_otherwise_are_refused_by_what_differs(
     )
     await comparison.run(**change)
     assert not comparison.measured
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_an_arrangement_is_not_measured_otherwise_than_those_it_stands_beside(
+    again: bool, tmp_path: Path
+) -> None:
+    comparison = Comparison(tmp_path / "split.json")
+    await comparison.run()
+    with pytest.raises(MeasuredOtherwise, match=r"tiny on split at 10/s: warmup_s 10\.0 there, 9\.0 now"):
+        await comparison.run(chunk=512, warmup_s=9.0, again=again)
+    await comparison.run(chunk=512, decode={"max_batch_size": 64}, again=again)  # of one arrangement alone
+    assert comparison.measured == [10.0, 20.0]
 
 
 @pytest.mark.parametrize("what", ["fingerprint", "library_versions"])
