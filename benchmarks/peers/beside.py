@@ -96,7 +96,10 @@ class _Run:
 
         def run(numbers: tuple[int, ...]) -> None:
             label, known = self._system.label, load_records(self._output)
-            paired = [each for each in known if each.beside and each.beside.system == label]
+            same = label, over.name
+            paired = [
+                each for each in known if each.beside and (each.beside.system, each.beside.layout) == same
+            ]
             wanted = [point for point in points if not any(map(point.measured_by, paired))]
             if not wanted:
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from antiphon.benchmarks.plan.cost_model import CostModel
 from antiphon.benchmarks.records import BENCH_DECODE, BENCH_PREFILL, Layout, Record
@@ -15,8 +16,9 @@ PEERS_HEAD = """## Beside other systems
 
 Prefill is one prompt to its first token, decode one step of a batch. A ratio above 1 says that the peer takes
 longer; one with a predicted figure of ours is in italics. Points with a date were measured by `antiphon bench
-beside`: both on the same GPU in the same run, with the same weights and prompts. The others were measured
-apart (`benchmarks/results/peers.json`); of several ways in which a peer can run its experts the fastest one
+beside`: both on the same GPUs in the same run, with the same weights and prompts; a layout behind the peer's
+name is its own, over as many GPUs. The others were measured apart (`benchmarks/results/peers.json`), and only
+layouts that are alike are compared; of several ways in which a peer can run its experts the fastest one
 counts there.
 """
 REPLICAS_HEAD = """## Replicas at the same time
@@ -41,10 +43,15 @@ def peer_section(
             for pair in pairs
             if pair.beside is not None and pair.model == model.model and model.gpu.name in pair.device
         }
+        # A figure of theirs that belongs to a pair is not one that was measured apart, whatever its layout.
+        paired = {
+            (replace(point, layout=Layout.parse(theirs.layout)), peer)
+            for (point, peer), (_, theirs) in together.items()
+        }
         apart = {
             (point, peer): seconds
             for point, peer, seconds in _peer_points(model, measured)
-            if (point, peer) not in together
+            if (point, peer) not in together and (point, peer) not in paired
         }
         for point, peer in sorted({*together, *apart}, key=_order):
             if (point, peer) in together:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -377,6 +378,20 @@ def test_a_pair_is_of_one_run_alone(loading_python: str, tmp_path: Path) -> None
         run_beside(replace(comparison, system=("vllm", sys.executable)), output)
     with pytest.raises(ConfigError, match="2 and 1 GPUs"):
         run_beside(replace(comparison, layouts=("TP2=TP1",)), output)
+
+
+@pytest.mark.parametrize(("known", "left"), [("TP2", 0), ("TP2 EP2", 2)])
+def test_a_pair_with_another_layout_of_theirs_is_another_pair(
+    known: str, left: int, python: str, tmp_path: Path
+) -> None:
+    output = tmp_path / "beside.json"
+    ours = Record("prefill", "tiny", "TP2 EP2", "CPU", "c", "2020-01-01", 5.0, "ms", input_tokens=64)
+    figure = PeerFigure("vllm unknown version", 7.0, "2020-01-01", known)
+    append_records(output, [replace(ours, beside=figure)])
+    sizes = {"tiny": [Sizes((64,), (), ())]}
+    comparison = Comparison(("vllm", python), sizes, ("TP2 EP2=TP2",), device="cpu", devices=2, seconds=-1.0)
+    with pytest.raises(SweepIncomplete, match=f"{left} points are left") if left else nullcontext():
+        run_beside(comparison, output)
 
 
 def test_points_of_a_comparison_are_read_from_the_command_line(

@@ -94,6 +94,17 @@ def test_what_was_measured_in_one_run_goes_before_what_was_measured_apart(tmp_pa
     (tmp_path / "beside.json").write_text(json.dumps([elsewhere]))
     page = render(tmp_path)["benchmarks.md"]
     assert "| gpt-oss-20b | TP2 EP2 | 8 x 8,192 | 1 | 2.2 | 3.3 | 1.50 | other 1.0 (TP2) |" in page
+    # Its own record of that layout is not set beside what we are expected to need in that layout.
+    theirs = entry | {"layout": "TP2", "peer": "other 1.0", "value": 3.3, "commit": "other 1.0"}
+    another = theirs | {"context": 32768}
+    (tmp_path / "beside.json").write_text(json.dumps([elsewhere, theirs, another]))
+    page = render(tmp_path)["benchmarks.md"]
+    section = page[page.index("## Beside other systems") :]
+    lines = [line for line in section.splitlines() if "other 1.0" in line]
+    assert [line.split("|")[2:4] for line in lines] == [
+        [" TP2 ", " 8 x 32,768 "],
+        [" TP2 EP2 ", " 8 x 8,192 "],
+    ]
     (tmp_path / "beside.json").write_text(json.dumps([entry | {"peer": {"system": "other 1.0"}}]))
     with pytest.raises(RecordError, match=r"beside\.json, entry 0"):
         render(tmp_path)
