@@ -119,10 +119,10 @@ async def test_one_of_this_machine_is_ended_though_ray_does_not_reach_it(
     if stopped:
         os.kill(child.pid, signal.SIGSTOP)
     process.kill()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await process.wait_dead()
     assert not identity.lives
-    assert child.wait(5) == -signal.SIGKILL
+    assert child.wait(60) == -signal.SIGKILL
 
 
 async def test_one_elsewhere_counts_as_gone_only_when_its_lifeline_has_run_out() -> None:
@@ -143,12 +143,12 @@ async def test_one_elsewhere_is_not_waited_for_when_its_end_is_known(reason: str
     if stops:
         await process.stop()
     process.kill()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await process.wait_dead()
 
 
 async def test_one_elsewhere_that_heard_its_last_question_late_has_ended_when_it_counts_as_gone() -> None:
-    lease_s = 0.4
+    lease_s = 2.0  # less than a lease goes by between the two below, however busy the machine is
     ends: list[float] = []
     process = await started(
         replace(ProcessIdentity.of_this_process(), machine="another"), gone_s=gone_after_s(lease_s)
@@ -171,7 +171,7 @@ def test_a_number_that_another_process_has_by_now_is_not_the_same_process(
     earlier.kill()
     assert child.poll() is None
     identity.kill()
-    child.wait(5)
+    child.wait(60)
     assert not identity.lives
     identity.kill()
 
@@ -179,26 +179,30 @@ def test_a_number_that_another_process_has_by_now_is_not_the_same_process(
 def test_a_dead_process_that_nobody_waited_for_does_not_live(child: subprocess.Popen[bytes]) -> None:
     identity = identity_of(child.pid)
     os.kill(child.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while identity.lives:
         assert time.monotonic() < deadline
 
 
+LIMIT_S = 3.0
+"""Much longer than a busy machine keeps a thread from running."""
+
+
 def test_a_process_ends_when_nobody_asks_for_it_any_more() -> None:
     ends: list[float] = []
-    lifeline = Lifeline(1.0, lambda: ends.append(time.monotonic()))
-    time.sleep(1.1)
+    lifeline = Lifeline(LIMIT_S, lambda: ends.append(time.monotonic()))
+    time.sleep(1.1 * LIMIT_S)
     assert not ends, "nobody has begun to ask"
     for _ in range(8):
         asked_at = time.monotonic()
         lifeline.asked()
-        time.sleep(0.15)
+        time.sleep(0.15 * LIMIT_S)
     assert not ends
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not ends:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert ends[0] - asked_at >= 0.99
+    assert ends[0] - asked_at >= 0.99 * LIMIT_S
 
 
 HOLDS_THE_INTERPRETER = """
@@ -215,7 +219,7 @@ def test_one_that_lets_no_thread_run_is_ended_too() -> None:
         try:
             assert stuck.stdout is not None
             assert stuck.stdout.readline() == b"asked\n"
-            assert stuck.wait(20) == -signal.SIGALRM
+            assert stuck.wait(60) == -signal.SIGALRM
         finally:
             stuck.kill()
 
@@ -227,7 +231,7 @@ def test_what_is_of_no_use_any_more_ends_though_somebody_asks() -> None:
     cut_at = time.monotonic()
     lifeline.cut(0.2)
     while not ends:
-        assert time.monotonic() < cut_at + 10
+        assert time.monotonic() < cut_at + 60
         lifeline.asked()
         time.sleep(0.01)
     assert ends[0] - cut_at >= 0.19

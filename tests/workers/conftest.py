@@ -119,7 +119,7 @@ class Pair:
     def statuses(self) -> tuple[WorkerStatus, WorkerStatus]:
         return self.prefill.status(), self.decode.status()
 
-    def wait_idle(self, seconds: float = 10.0) -> None:
+    def wait_idle(self, seconds: float = 60.0) -> None:
         """Both workers hold nothing and nothing has failed."""
 
         def idle() -> bool:

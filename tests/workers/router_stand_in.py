@@ -35,7 +35,7 @@ TOKEN = "a cluster token for tests"
 
 
 def wait_until(
-    condition: Callable[[], bool], seconds: float = 10.0, what: str | Callable[[], str] = "condition"
+    condition: Callable[[], bool], seconds: float = 60.0, what: str | Callable[[], str] = "condition"
 ) -> None:
     """Poll until true; fails the test otherwise."""
     deadline = time.monotonic() + seconds
@@ -145,14 +145,14 @@ class RouterStandIn:
         request = PrefillRequest(name, ticket.attempt + 1, self.requests[name].prompt, ticket)
         self.node.send(self._peer(Role.PREFILL), request)
 
-    def wait(self, *names: str, seconds: float = 20.0) -> None:
+    def wait(self, *names: str, seconds: float = 60.0) -> None:
         def describe() -> str:
             unfinished = {name: self.requests[name] for name in names if not self.requests[name].ended}
             return f"end of {unfinished}, linked to {self.node.peers()}, errors {self.errors}"
 
         wait_until(lambda: all(self.requests[name].ended for name in names), seconds, describe)
 
-    def wait_tokens(self, name: str, seconds: float = 20.0) -> None:
+    def wait_tokens(self, name: str, seconds: float = 60.0) -> None:
         wait_until(lambda: self.requests[name].tokens, seconds, lambda: f"tokens of {name}")
 
     def on_up(self, peer: Peer) -> None:

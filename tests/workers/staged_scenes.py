@@ -41,7 +41,7 @@ class Scene:
         self.network._injections.clear()
         self.network.release_held()
 
-    def drive(self, seconds: float = 20.0) -> None:
+    def drive(self, seconds: float = 60.0) -> None:
         """Until the request ends, see to it that somebody is asked for the prefill that it waits for."""
         deadline = time.monotonic() + seconds
         while not self.outcome.ended:
@@ -67,7 +67,7 @@ class Scene:
             router._prefill_again(name, ticket.attempt)
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
@@ -83,7 +83,20 @@ class Gate:
 
     def _wait(self) -> None:
         self.reached.set()
-        assert self.opened.wait(20)
+        assert self.opened.wait(120)
+
+
+class Slow:
+    """Keeps every step of a fake model from ending for a while, until ``done``: none ends before its turn."""
+
+    def __init__(self, model: Any, done: Callable[[], bool], layer_s: float = 0.02) -> None:
+        self._model, self._done, self._layer_s = model, done, layer_s
+        model.interrupt = self._wait
+
+    def _wait(self) -> None:
+        if not self._done():
+            self._model.interrupt = self._wait
+            time.sleep(self._layer_s)
 
 
 class Staging:
@@ -132,7 +145,7 @@ class Staging:
         pair, router, network = self._pair()
         gate = Gate(pair.models[0])
         router.generate(router.random_prompt(40))
-        assert gate.reached.wait(5)
+        assert gate.reached.wait(60)
         name = self._ask(router)
         scene = Scene(pair, router, network, name, gate.opened.set)
         self._until_job(scene, JobState.QUEUED)
@@ -186,15 +199,19 @@ class Staging:
         pair, router, network = self._pair()
         gate = Gate(pair.models[1])
         name = self._ask(router)
-        assert gate.reached.wait(5)
+        assert gate.reached.wait(60)
         return Scene(pair, router, network, name, gate.opened.set)
 
     def decode_preempted(self) -> Scene:
         pair, router, network = self._pair(full_pages=14, prefix_cache=False)
         other = router.generate(router.random_prompt(60), max_tokens=90)
         router.wait_tokens(other)
+        # It must not have ended by the time that the one which takes its pages is there.
+        there: list[str] = []
+        Slow(pair.models[1], lambda: bool(there) and router.requests[there[0]].prefilled > 0)
         prompt = router.random_prompt(PROMPT_TOKENS)
         name = router.generate(prompt, max_tokens=60, deadline_s=self._deadline_s)
+        there.append(name)
         until(lambda: router.requests[name].prefilled == 1, "the first prefill")
         router.hold_prefill = True
         until(lambda: len(router.requests[name].attempts) > 1, "the preemption")

@@ -64,7 +64,7 @@ def test_one_of_two_prefill_workers_dies_under_load(started: Start) -> None:
     pair.decode.set_topology(survivors)
     second.set_topology(survivors)
     try:
-        router.wait(*names, seconds=30)
+        router.wait(*names)
         for name in names:
             assert router.requests[name].tokens == router.requests[name].expected(), name
         wait_until(lambda: pair.decode.status().pages_held == 0 and second.status().pages_held == 0)
@@ -128,7 +128,7 @@ def test_only_one_writer_is_granted(started: Start) -> None:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

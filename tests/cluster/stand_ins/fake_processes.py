@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -11,7 +12,7 @@ from antiphon.cluster.process_plan import ProcessSpec
 from antiphon.cluster.supervisor import Supervisor
 from antiphon.protocol.identity import Role, Topology, WorkerAddress
 
-LEASE_S = 0.3
+LEASE_S = 1.0
 HEARTBEAT_S = 0.02
 
 SPECS = (
@@ -139,11 +140,10 @@ async def supervised(
 
 
 async def eventually(condition: Callable[[], bool], what: str) -> None:
-    for _ in range(500):
-        if condition():
-            return
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
         await asyncio.sleep(0.01)
-    raise AssertionError(f"never happened: {what}")
 
 
 def epochs(topology: Topology) -> dict[str, int]:
