@@ -31,13 +31,16 @@ def test_small_jobs_run_side_by_side_and_large_ones_alone() -> None:
 
 def test_devices_are_never_shared() -> None:
     busy, lock, most = set[int](), threading.Lock(), list[int]()
+    all_at_work = threading.Event()
 
     def run(numbers: tuple[int, ...]) -> None:
         with lock:
             assert not busy & set(numbers)
             busy.update(numbers)
             most.append(len(busy))
-        threading.Event().wait(0.002)
+            if len(busy) == 4:
+                all_at_work.set()
+        assert all_at_work.wait(60), "some device is never used while others are"
         with lock:
             busy.difference_update(numbers)
 

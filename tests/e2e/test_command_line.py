@@ -213,7 +213,7 @@ def shared_memory_of(processes: list[psutil.Process]) -> set[str]:
 
 
 def assert_nothing_left(family: list[psutil.Process], shared: set[str], home: Path) -> None:
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=90)
     assert not alive, [" ".join(p.cmdline()) for p in alive]
     assert not [path for path in shared if Path(path).exists()]
     assert not [path for path in (home / "tmp").iterdir() if path.name.startswith(("antiphon", "ray"))]

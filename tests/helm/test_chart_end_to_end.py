@@ -125,7 +125,7 @@ def script(name: str, *arguments: str, **environment: str) -> subprocess.Complet
         capture_output=True,
         text=True,
         env=environment,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -156,11 +156,11 @@ def test_pods_wait_for_their_processes_until_the_supervisor_has_drained(
     began = time.monotonic()
     assert script("wait_drained.py", "--limit-s=1", f"--proc={tmp_path}").returncode == 0
     assert time.monotonic() - began >= 1
-    idle = script("wait_drained.py", "--limit-s=100", f"--proc={tmp_path}", f"--metrics-url={url}/metrics")
+    idle = script("wait_drained.py", "--limit-s=1000", f"--proc={tmp_path}", f"--metrics-url={url}/metrics")
     assert idle.returncode == 0
-    assert time.monotonic() - began < 90
+    assert time.monotonic() - began < 300
     supervisor.send_signal(signal.SIGTERM)
     began = time.monotonic()
-    assert script("wait_drained.py", "--limit-s=100", f"--proc={tmp_path}").returncode == 0
-    assert time.monotonic() - began < 90
-    assert supervisor.wait(timeout=120) == 0
+    assert script("wait_drained.py", "--limit-s=1000", f"--proc={tmp_path}").returncode == 0
+    assert time.monotonic() - began < 300
+    assert supervisor.wait(timeout=240) == 0
