@@ -16,7 +16,8 @@ Start = Callable[..., tuple[Any, Any]]
 def test_choices_of_a_prompt_cost_one_prefill(started: Start, length: int) -> None:
     pair, router = started(InProcessNetwork().transport)
     prompt = router.random_prompt(length)
-    first = router.generate(prompt, seed=1, temperature=1.0, max_tokens=20)
+    # Long enough to speak still when the last of the others comes.
+    first = router.generate(prompt, seed=1, temperature=1.0, max_tokens=200)
     forks = [
         router.generate(prompt, fork_of=first, seed=i, temperature=1.0, max_tokens=20) for i in (2, 3, 4)
     ]
