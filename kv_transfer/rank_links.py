@@ -272,12 +272,14 @@ class RankLinks:
         if self._closing:
             return
         error = RankLostError(f"{peer.worker_id}: its link ended: {reason}")
+        self._closing = True
+        # First, so that the worker has hung up before the rank's writes count as ended: its GPU may go on
+        # with them, and peers must not be told otherwise.
+        self._on_lost(error)
         for rank in self._ranks.values():
             rank.lost()
         if not self._everyone.done():
             self._everyone.set_exception(error)
-        self._closing = True
-        self._on_lost(error)
 
 
 def _nothing(answer: RankAnswer) -> None:

@@ -348,6 +348,24 @@ def test_a_rank_whose_transfers_die_ends_its_worker(role: str, start: Any) -> No
     assert not side.worker.status().ready
 
 
+def test_pages_that_a_lost_rank_may_write_are_kept_until_its_life_is_over(start: Any) -> None:
+    """It hung up, but its process is there, and so may its GPU be at a copy."""
+    network = InProcessNetwork()
+    pair, router = start(network, 2, 1, completion_timeout_s=30.0)
+    network.inject(Fault.HOLD, count=9, match=of_rank(1))
+    router.generate(prompts()[0], max_tokens=OUTPUT)
+    prefill, decode = pair.prefill.worker, pair.decode.worker
+    pair.until(lambda: network.held == prefill.status().counters.get("writes_done") == 2, "rank 0's writes")
+    links = prefill._kv._links
+    (rank,) = links._by_peer
+    prefill._thread.call(links.on_lost, rank, "it hung up")
+    pair.until(lambda: decode.status().counters.get("receives_stuck") == 1, "the end of the link")
+    assert decode.status().pages_quarantined > 0
+    network.release_held()
+    decode.set_topology(Topology(9, (pair.decode.address,)))
+    pair.until(lambda: decode.status().pages_quarantined == 0, "the end of that life")
+
+
 def test_a_rank_that_leaves_ends_its_worker_while_nothing_is_asked(start: Any, checkpoint: Path) -> None:
     pair, _ = start(InProcessNetwork(), 1, 2)
     group = pair.decode.worker._kv._followers._leader._group
