@@ -251,10 +251,8 @@ class MappedTransport:
             return None
         try:
             copy = memory.copy(runs, None if after is None else after.handle)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             raise TransferError("post", f"{peer}: {error}") from error
-        except RuntimeError as error:  # of a long write, a part may be under way
-            raise TransferError("connection", f"{peer}: {error}") from error
         mapped.writes += 1
         return _Write(peer, mapped, copy, notification)
 

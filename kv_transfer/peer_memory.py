@@ -22,7 +22,7 @@ class RunningCopy(Protocol):
         """Whether every byte is there; does not block.
 
         Raises:
-            RuntimeError: the device's work has ended in an error.
+            RuntimeError: it has ended in an error, or was not begun as a whole, and writes no more.
         """
 
 
@@ -58,7 +58,7 @@ class PeerMemory(Protocol):
 
         Raises:
             ValueError: a run that this device cannot copy; names it.
-            RuntimeError: CUDA refused the launch.
+            RuntimeError: nothing was begun; says why.
         """
 
 

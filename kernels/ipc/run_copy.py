@@ -17,20 +17,26 @@ _NOT_READY = 600
 
 
 class RunningCopy:
-    """One copy that was launched."""
+    """One copy that was launched, or as much of it as CUDA did not refuse.
 
-    __slots__ = ("_copier", "_event", "_over")
+    Args:
+        launched: CUDA's status.
+    """
 
-    def __init__(self, copier: RunCopier, event: int) -> None:
+    __slots__ = ("_copier", "_event", "_launched", "_over")
+
+    def __init__(self, copier: RunCopier, event: int, launched: int) -> None:
         self._copier = copier
         self._event = event
+        self._launched = launched
         self._over = False
 
     def done(self) -> bool:
         """Whether every byte is where it was to go; does not block.
 
         Raises:
-            RuntimeError: what the device did has ended in an error, and nothing on it can go on.
+            RuntimeError: what the device did has ended in an error, and nothing on it can go on; or CUDA
+                refused a launch, and those before it are over.
         """
         if not self._over:
             status = quick_library().antiphon_copy_state(self._event)
@@ -39,6 +45,7 @@ class RunningCopy:
             _check(status, "a copy between GPUs ended")
             self._over = True
             self._copier._events.append(self._event)
+        _check(self._launched, "a copy between GPUs was not launched")
         return True
 
 
@@ -73,7 +80,8 @@ class RunCopier:
 
         Raises:
             ValueError: a run that is empty or no multiple of 16; names it.
-            RuntimeError: CUDA refused the launch.
+            RuntimeError: CUDA made no event for it. A launch that it refuses is an error of the copy, which
+                may have begun.
         """
         rows = checked_runs(runs)
         event = self._events.pop() if self._events else self._make("event")
@@ -81,8 +89,7 @@ class RunCopier:
         status = self._library.antiphon_copy_begin(
             *(self._device, rows.ctypes.data, len(rows), self._blocks, stream, after, event)
         )
-        _check(status, "a copy between GPUs was not launched")
-        return RunningCopy(self, event)
+        return RunningCopy(self, event, status)
 
     def _make(self, what: str) -> int:
         made = ctypes.c_void_p()

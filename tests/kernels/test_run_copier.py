@@ -80,12 +80,32 @@ def test_an_event_is_used_again_once_its_copy_was_seen_over(library: Library) ->
     assert not third.done()
 
 
-def test_a_refused_launch_and_a_failed_device_are_errors(library: Library) -> None:
-    copier = RunCopier(torch.device("cuda", 0))
-    running = copier.copy(RUNS)
+def test_a_failed_device_is_an_error(library: Library) -> None:
+    running = RunCopier(torch.device("cuda", 0)).copy(RUNS)
     library.states[3] = ILLEGAL_ADDRESS
     with pytest.raises(RuntimeError, match=r"a copy between GPUs ended: reason 700 \(CUDA error 700\)"):
         running.done()
+
+
+def test_a_refused_launch_is_an_error_once_what_was_launched_before_it_is_over(library: Library) -> None:
+    """Of a long list some runs may be under way, or wait for their event."""
+    copier = RunCopier(torch.device("cuda", 0))
     library.launch_status = 2
-    with pytest.raises(RuntimeError, match="was not launched: reason 2"):
+    running = copier.copy(RUNS, after=77)
+    assert not running.done()
+    library.states[3] = library.launch_status = 0
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="was not launched: reason 2"):
+            running.done()
+    copier.copy(RUNS)
+    assert [began[-1] for began in library.began] == [3, 3], "its event is used again"
+
+
+def test_a_copy_for_which_there_is_no_event_is_not_begun(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = RunCopier(torch.device("cuda", 0))
+    monkeypatch.setattr(library, "antiphon_copy_event_make", lambda device, place: 2)
+    with pytest.raises(RuntimeError, match="no event for copies on cuda:0: reason 2"):
         copier.copy(RUNS)
+    assert not library.began

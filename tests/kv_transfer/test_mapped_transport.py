@@ -144,12 +144,14 @@ def test_bad_writes_are_refused(
     assert not pair.device.copies
 
 
-def test_a_refused_launch_leaves_it_open_what_was_launched(pair: Pair) -> None:
+def test_a_copy_that_was_not_begun_is_not_posted(pair: Pair) -> None:
     pair.writer.connect(pair.receiver.metadata())
-    pair.device.refuses["copy"] = "CUDA launch failed"
-    with pytest.raises(TransferError, match="launch failed") as caught:
+    pair.device.refuses["copy"] = "no event for copies"
+    with pytest.raises(TransferError, match="d/1: no event for copies") as caught:
         pair.post()
-    assert caught.value.stage == "connection"
+    assert caught.value.stage == "post"
+    pair.writer.disconnect("d/1")
+    assert pair.device.closed == {pair.target.handle: 1}, "none is under way"
 
 
 def test_other_memory_of_a_peer_goes_through_the_transport_inside(pair: Pair) -> None:
