@@ -241,6 +241,13 @@ def test_an_earlier_runs_results_are_gone_on_from(bundle: Path) -> None:
     done = run_steps(bundle, "resume sweep.json\nstep s 5 echo begun", RESUME=str(bundle / "absent.json"))
     assert done.returncode == 1
     assert "absent.json" in done.stderr
+    assert "names no step" not in done.stdout
+
+
+def test_a_script_that_breaks_off_is_no_success(bundle: Path) -> None:
+    done = run_steps(bundle, "step first 5 true\nexit 3")
+    assert done.returncode == 3
+    assert "first" in done.stdout
 
 
 def test_nothing_runs_without_a_whole_bundle(bundle: Path) -> None:

@@ -82,7 +82,8 @@ names() { # ENDING: of steps that have such a file
 }
 
 finish() {
-  local name file code=0
+  local ended=$? code name file
+  code=$ended
   trap - EXIT
   jobs -p | xargs -r kill 2>/dev/null
   for file in "$logs"/*/*.log; do
@@ -98,7 +99,7 @@ finish() {
     code=1
     echo "no time was left: go on with ONLY=\"$(names left | paste -sd ' ')\""
   fi
-  if [ "$(names log)" = kernels ] && [ -z "$(names left)" ]; then
+  if [ "$ended" = 0 ] && [ "$(names log)" = kernels ] && [ -z "$(names left)" ]; then
     code=1
     echo "ONLY=\"$ONLY\" names no step; DRY=1 shows them"
   fi
