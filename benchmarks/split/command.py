@@ -20,7 +20,13 @@ from antiphon.benchmarks.split.ladder import FEWEST_REQUESTS, Ladder
 from antiphon.benchmarks.split.loads import ExpectedLoads, FixedLoads, Seconds
 from antiphon.benchmarks.split.mixes import Mix
 from antiphon.benchmarks.split.observed import LoadRun, load_runs
-from antiphon.benchmarks.split.run import DRAIN_S, HttpLoad, device_name, run_comparison
+from antiphon.benchmarks.split.run import (
+    DRAIN_S,
+    HttpLoad,
+    device_name,
+    differences_now,
+    run_comparison,
+)
 from antiphon.benchmarks.split.verdict import Row, comparison
 from antiphon.configs.schema import DeploymentConfig
 
@@ -143,7 +149,12 @@ def run_command(
         uvloop.run(all_runs())
     finally:
         place = load.model, load.device, ranks_of(config)
-        runs = [run for run in load_runs(output) if (run.model, run.device, run.gpus) == place]
+        runs = [
+            run
+            for run in load_runs(output)
+            if (run.model, run.device, run.gpus) == place
+            and not differences_now(run, wanted, mixes, load)  # left by a repetition that was broken off
+        ]
         print_comparison(runs, mixes, limits)
 
 

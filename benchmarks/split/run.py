@@ -246,24 +246,41 @@ def device_name(uses_gpu: bool) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
+def differences_now(
+    run: LoadRun,
+    arrangements: Sequence[Arrangement],
+    mixes: Sequence[Mix],
+    load: HttpLoad,
+    *,
+    again: bool = False,
+) -> list[str]:
+    """What of a run is not as it would be measured now; nothing of one that stands beside none of these.
+
+    Args:
+        again: runs of these arrangements are measured once more, whatever they are.
+    """
+    mix = next((each for each in mixes if each.name == run.mix), None)
+    if mix is None:
+        return []
+    beside = [each for each in arrangements if load.ladders_of(each, mix) and load.is_beside(run, each)]
+    mine = [each for each in beside if load.is_of(run, each)]
+    if not beside or (mine and again):
+        return []
+    return load.differences(run, (mine or beside)[0], mix)
+
+
 def _refuse_others(
     arrangements: Sequence[Arrangement], mixes: Sequence[Mix], load: HttpLoad, output: Path, *, again: bool
 ) -> None:
     """Runs that were measured otherwise would be compared as if they were not."""
     found: dict[tuple[object, ...], str] = {}
-    runs = load_runs(output)
-    for mix in mixes:
-        asked = [each for each in arrangements if load.ladders_of(each, mix)]
-        for run in runs:
-            beside = [each for each in asked if run.mix == mix.name and load.is_beside(run, each)]
-            mine = [each for each in beside if load.is_of(run, each)]
-            if not beside or (mine and again) or run.place in found:
-                continue
-            other = load.differences(run, (mine or beside)[0], mix)
-            if other:
-                chunk = "" if run.chunk_tokens is None else f", chunk {run.chunk_tokens}"
-                what = f"{mix.name} on {run.arrangement}{chunk} at {run.rate_per_s:g}/s"
-                found[run.place] = f"{what}: {', '.join(other[:SHOWN])}"
+    for run in load_runs(output):
+        if run.place in found:
+            continue
+        if other := differences_now(run, arrangements, mixes, load, again=again):
+            chunk = "" if run.chunk_tokens is None else f", chunk {run.chunk_tokens}"
+            what = f"{run.mix} on {run.arrangement}{chunk} at {run.rate_per_s:g}/s"
+            found[run.place] = f"{what}: {', '.join(other[:SHOWN])}"
     if found:
         raise MeasuredOtherwise(
             f"{output} holds runs that were measured otherwise: {'; '.join(found.values())}. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from antiphon.benchmarks.split import identity
+from antiphon.benchmarks.split import command, identity
 from antiphon.benchmarks.split.arrangements import Arrangement, colocated_of, split_of
 from antiphon.benchmarks.split.identity import configured
 from antiphon.benchmarks.split.ladder import Ladder
@@ -72,11 +73,13 @@ class Comparison:
         times = changed.get("duration_s", 60.0), changed.get("warmup_s", 10.0)
         ladder = Ladder(first, step, highest, *times, 1000.0, 25.0, 0.9, refine=0)
         drain_s, seed = changed.get("drain_s", DRAIN_S), changed.get("seed", 0)
-        load = QuickLoad(
-            FixedLoads(ladder, {}).ladders, "CPU", "m", seed, drain_s, lambda arrangement, mix, rate: standing
-        )
         config = deployment(changed.get("decode", {}), changed.get("router", {}))
-        asked = split_of(config) if "chunk" not in changed else colocated_of(config, changed["chunk"])
+        load = QuickLoad(
+            *(FixedLoads(ladder, {}).ladders, "CPU", config.model.name, seed, drain_s),
+            lambda arrangement, mix, rate: standing,
+        )
+        asked = [] if "chunk" in changed else [split_of(config)]
+        asked += [colocated_of(config, changed[key]) for key in ("chunk", "beside_chunk") if key in changed]
         self.measured.clear()
 
         def note(run: LoadRun, known: bool) -> None:
@@ -89,7 +92,7 @@ class Comparison:
             yield "http://nowhere"
 
         mix = Mix("tiny", 5, changed.get("output_tokens", 4))
-        await run_comparison([asked], [mix], load, self.output, again=again, on_run=note, start=start)
+        await run_comparison(asked, [mix], load, self.output, again=again, on_run=note, start=start)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +169,32 @@ async def test_what_is_measured_again_replaces_all_of_it_even_when_it_ends_early
     assert [(r.rate_per_s, r.settings["seed"]) for r in load_runs(comparison.output)] == [(10.0, 1)]
     await comparison.run(seed=1)
     assert comparison.measured == [20.0]
+
+
+def test_what_a_repetition_has_not_come_to_is_not_compared_with_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = Comparison(tmp_path / "split.json")
+    asyncio.run(earlier.run(beside_chunk=512))
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(earlier.run(beside_chunk=512, seed=1, again=True, end_after=1))
+    shown: list[LoadRun] = []
+
+    async def nothing(*_: object, **__: object) -> None: ...
+
+    monkeypatch.setattr(command, "run_comparison", nothing)
+    monkeypatch.setattr(command, "device_name", lambda uses_gpu: "CPU")
+    monkeypatch.setattr(command, "print_comparison", lambda runs, *_: shown.extend(runs))
+    for seed, arrangement in ((1, "split"), (0, "colocated")):
+        shown.clear()
+        command.run_command(
+            *(deployment({}, {}), [Mix("tiny", 5, 4)], command.Limits(1000.0, (25.0,), 0.9)),
+            chunks=[512],
+            first_rate_per_s=10.0,
+            seed=seed,
+            output=earlier.output,
+        )
+        assert {each.arrangement for each in shown} == {arrangement}
 
 
 def test_where_a_deployment_is_makes_no_difference() -> None:
