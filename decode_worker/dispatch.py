@@ -14,7 +14,7 @@ import msgspec
 from antiphon.decode_worker.forks import Forks
 from antiphon.decode_worker.greeter import PrefillGreeter
 from antiphon.decode_worker.metrics import DecodeMetrics
-from antiphon.decode_worker.outbox import Outbox, OutboxFull
+from antiphon.decode_worker.outbox import Outboxes
 from antiphon.decode_worker.receiver import Key, KvReceiver
 from antiphon.decode_worker.requests import DecodeRequest
 from antiphon.engine.events import (
@@ -51,7 +51,6 @@ from antiphon.protocol.messages import (
 from antiphon.protocol.staging_messages import StagingMessage
 
 _log = logging.getLogger(__name__)
-_MAX_UNACKNOWLEDGED_BATCHES = 4096
 _FAILURE_STAGES = (*TRANSFER_STAGES, "compute")
 
 
@@ -78,7 +77,7 @@ class DecodeDispatch:
         self._receiver: KvReceiver | None = None
         self._requests: dict[str, DecodeRequest] = {}
         self._forks = Forks()
-        self._outboxes: dict[Peer, Outbox] = {}
+        self._outboxes = Outboxes(node, counters)
         self._quarantined: set[Key] = set()
         """Attempts that the engine ended while a writer could still write their pages."""
 
@@ -106,7 +105,7 @@ class DecodeDispatch:
             case Role.ROUTER, AbortRequest():
                 self._on_abort(peer, message)
             case Role.ROUTER, TokensAck():
-                self._on_ack(peer, message)
+                self._outboxes.acknowledged(peer, message)
             case Role.PREFILL, KvHello():
                 self._greeter.on_hello(peer, message)
             case Role.PREFILL, KvProbe():
@@ -206,14 +205,6 @@ class DecodeDispatch:
         writing = self.receiver.abandon(key)
         self._engine.abort(request.message.request_id, request.submitted_attempt, writer_granted=writing)
 
-    def _on_ack(self, router: Peer, message: TokensAck) -> None:
-        outbox = self._outboxes.get(router)
-        try:
-            if outbox is not None:
-                outbox.acknowledge(message.sequence_number)
-        except WireError as error:
-            self._node.disconnect(router, str(error))
-
     # ----------------------------------------------------------------------------------------- engine events
 
     def on_reserved(self, event: PagesReserved) -> None:
@@ -266,7 +257,7 @@ class DecodeDispatch:
             elif isinstance(event, SequenceFinished):
                 self._on_finished(event, outputs)
         for router, by_request in outputs.items():
-            self._send_tokens(router, list(by_request.values()))
+            self._outboxes.send(router, list(by_request.values()))
 
     def _on_tokens(self, event: TokensSampled, outputs: dict[Peer, dict[str, TokenOutput]]) -> None:
         self._release_forks(event.request_id, share=True)
@@ -321,17 +312,6 @@ class DecodeDispatch:
             )
             router_outputs[event.request_id] = msgspec.structs.replace(last, finish=finish)
 
-    def _send_tokens(self, router: Peer, outputs: list[TokenOutput]) -> None:
-        outbox = self._outboxes.get(router)
-        if outbox is None:
-            return  # its lease ended while the step ran; its requests are being aborted
-        try:
-            self._node.send(router, outbox.batch(outputs))
-        except OutboxFull as error:
-            self._counters["outboxes_full"] += 1
-            del self._outboxes[router]
-            self._node.disconnect(router, str(error))
-
     # ------------------------------------------------------------------------------------------ KV outcomes
 
     def kv_complete(self, key: Key, transfer_s: float) -> None:
@@ -368,14 +348,14 @@ class DecodeDispatch:
     def on_up(self, peer: Peer) -> None:
         """A link stands."""
         if peer.role is Role.ROUTER:
-            self._outboxes[peer] = Outbox(self._node.me.epoch, _MAX_UNACKNOWLEDGED_BATCHES)
+            self._outboxes.open(peer)
         else:
             self.receiver.on_writer_up(peer)
 
     def on_lost(self, peer: Peer) -> None:
         """A link's session ended."""
         if peer.role is Role.ROUTER:
-            self._outboxes.pop(peer, None)
+            self._outboxes.close(peer)
             for request in list(self._requests.values()):
                 if request.router == peer:
                     self._counters["requests_of_lost_routers"] += 1

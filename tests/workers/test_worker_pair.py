@@ -333,7 +333,7 @@ def test_a_lost_router_takes_its_requests_with_it(started: Start) -> None:
 def test_a_router_that_does_not_acknowledge_is_cut_off(
     started: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("antiphon.decode_worker.dispatch._MAX_UNACKNOWLEDGED_BATCHES", 20)
+    monkeypatch.setattr("antiphon.decode_worker.outbox.MAX_UNACKNOWLEDGED_BATCHES", 20)
     pair, router = started(InProcessNetwork().transport)
     router.acknowledge = False
     name = router.generate(router.random_prompt(10), max_tokens=500)
