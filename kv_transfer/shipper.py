@@ -84,11 +84,16 @@ class Shipper:
                 self._transfer.write(lead, parts[0][1], notification, finished, after)
                 return
 
+            def notified(outcome: WriteOutcome) -> None:
+                # Nothing else tells that a connection is broken over which no page goes.
+                error = outcome.error
+                end(None if error is None else TransferError("connection", error.reason))
+
             def notify(error: TransferError | None) -> None:
                 if error is not None:
                     end(error)
                 else:
-                    self._transfer.notify(lead, notification, finished)
+                    self._transfer.notify(lead, notification, notified)
 
             self._write_all(parts, notify, after)
 

@@ -21,7 +21,7 @@ from antiphon.kv_transfer.staging import SlotRange
 from antiphon.kv_transfer.step_fences import StepFences
 from antiphon.model.config import GptOssConfig
 from antiphon.protocol.codec import decode
-from antiphon.protocol.errors import HandshakeError
+from antiphon.protocol.errors import HandshakeError, TransferError
 from antiphon.protocol.kv_messages import KvHello, WriteDone
 from antiphon.protocol.rank_messages import ShipOrder, StepMark
 
@@ -99,8 +99,13 @@ Make = Callable[..., Worker]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    network, made = InProcessNetwork(max_delay_polls=3), []
+def network() -> InProcessNetwork:
+    return InProcessNetwork(max_delay_polls=3)
+
+
+@pytest.fixture
+def make(network: InProcessNetwork) -> Iterator[Make]:
+    made = []
 
     def worker(name: str, epoch: int, ranks: int, slots: int, full_fp8: bool = False) -> Worker:
         made.append(Worker(network, name, epoch, ranks, slots, full_fp8))
@@ -157,6 +162,23 @@ def check_arrival(source: Worker, target: Worker, slots: int) -> None:
     while len(done := written(target)) < GROUPS * sources and time.monotonic() < deadline:
         time.sleep(0.01)
     assert done == {(rank, group) for rank in range(sources) for group in range(GROUPS)}
+
+
+def test_a_peer_that_cannot_be_told_of_what_several_ranks_have_is_connected_anew(
+    make: Make, network: InProcessNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else may ever show it: bytes that a GPU writes itself do not go over the connection."""
+    source, target = make("p", 1, 1, 0), make("d", 2, 2, 0)
+    source.connect(target)
+
+    def broken(sender: str, receiver: str, payload: bytes) -> None:
+        raise TransferError("notify", "remote disconnect")
+
+    monkeypatch.setattr(network, "notify", broken)
+    order = ShipOrder("r", 1, 2, 0, 0, FULL, SLIDING, StepMark(0, 0))
+    with pytest.raises(TransferError, match="remote disconnect") as caught:
+        source.endpoints[0].ship(target.life, order).result(20)
+    assert caught.value.stage == "connection"
 
 
 def test_workers_whose_full_layers_hold_different_things_are_not_paired(make: Make) -> None:
