@@ -78,8 +78,10 @@ KINDS = {
             "kernels",
             ("two_gpus.sh", "sweep.sh"),
             (
-                *_benchmarks("two_gpus", "rank_steps", "kv_handoff", "worker_pair", "sweep.command"),
+                *_benchmarks("two_gpus", "rank_steps", "rank_engine", "kv_handoff", "worker_pair"),
+                *_benchmarks("sweep.command"),
                 *("antiphon.cluster.cli_checkpoint", Path("tests/model/test_parallel_nccl.py")),
+                Path("tests/model/conftest.py"),
             ),
             _COMMAND,
         ),

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import typer.core
 
-from antiphon.benchmarks.bundle.kinds import KINDS, scripts_of
+from antiphon.benchmarks.bundle.kinds import KINDS, scripts_of, served_by
 from antiphon.benchmarks.bundle.make import ALWAYS, SCRIPTS
+from antiphon.benchmarks.bundle.needs import files_of, source_of
 from antiphon.benchmarks.two_gpus import gpu_parts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,6 +115,18 @@ def test_every_part_of_two_gpus_is_one_that_its_program_takes(
     for part in gpu_parts(tmp_path, "/m"):
         if part.arguments[1].startswith("antiphon."):
             take([sys.executable, *part.arguments], monkeypatch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_bundle_packs_is_asked_of_every_program_that_it_runs(kind: str, tmp_path: Path) -> None:
+    known = set()
+    for each in served_by(kind):
+        known |= {*files_of(each.entries), *files_of(each.commands, late=False)}
+    commands = [step.command for script in scripts_of(kind) for step in steps_of(script)]
+    if kind == "served":  # kinds before it say which parts they cannot run
+        commands += [[sys.executable, *part.arguments] for part in gpu_parts(tmp_path, "/m")]
+    for module in {words[2] for words in commands if words[1] == "-m"} - {"pytest"}:
+        assert source_of(module) in known, module
 
 
 def test_a_command_that_a_program_refuses_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
