@@ -125,6 +125,8 @@ class MappedTransport:
             theirs = msgspec.msgpack.decode(metadata, type=_Metadata)
         except msgspec.DecodeError as error:
             raise TransferError("handshake", f"undecodable metadata: {error}") from error
+        for offer in theirs.offers:
+            offer.check()
         peer = self._inner.connect(theirs.inner)
         if self._side is Side.IS_WRITTEN:
             return peer

@@ -11,8 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.kv_transfer.transport import Copies, Memory
+from antiphon.protocol.errors import TransferError
 
 _log = logging.getLogger(__name__)
+_ADDRESSES = 2**62
+"""No address is as high as that, so the sum of one and an offset fits into 64 signed bits."""
 
 
 class RunningCopy(Protocol):
@@ -72,6 +75,17 @@ class Offer(msgspec.Struct, frozen=True):
     """Of the whole allocation."""
     offset: int
     """Where the span begins in it."""
+
+    def check(self) -> None:
+        """Refuse numbers that no memory has: with them the arithmetic of addresses would not hold.
+
+        Raises:
+            TransferError: stage ``handshake``; says the numbers.
+        """
+        last = _ADDRESSES - self.length_bytes
+        if self.length_bytes < 1 or not 0 <= self.address <= last or not 0 <= self.offset <= last:
+            what = f"{self.length_bytes} bytes at {self.address}, {self.offset} into an allocation"
+            raise TransferError("handshake", f"memory that cannot be is offered: {what}")
 
 
 class OpenHandles:

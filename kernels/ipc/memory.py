@@ -40,7 +40,8 @@ class IpcMemory(Protocol):
         """Where another process' memory lies here.
 
         Raises:
-            IpcMemoryError: it is on another host or ended, or this device cannot reach that one.
+            IpcMemoryError: it is on another host or ended, or this device cannot reach that one; or it was no
+                handle.
         """
 
     def close(self, address: int) -> None:
@@ -91,13 +92,9 @@ class CudaIpcMemory:
         return handle.raw, offset.value
 
     def open(self, handle: bytes) -> int:
-        """See IpcMemory.
-
-        Raises:
-            ValueError: a handle of another size.
-        """
+        """See IpcMemory."""
         if len(handle) != HANDLE_BYTES:
-            raise ValueError(f"a handle of {len(handle)} bytes, expected {HANDLE_BYTES}")
+            raise IpcMemoryError(f"open on cuda:{self._device}: {len(handle)} bytes are no handle")
         address = ctypes.c_void_p()
         self._check(self._library.antiphon_ipc_open(self._device, handle, ctypes.byref(address)), "open")
         return address.value or 0

@@ -1,10 +1,12 @@
-"""What copies of runs refuse before they are launched."""
+"""What copies of runs, and mappings of memory, refuse before CUDA is asked."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from antiphon.kernels.ipc import memory
 from antiphon.kernels.ipc.run_copy import checked_runs
 
 
@@ -28,3 +30,12 @@ def test_rows_are_dense_for_the_launch() -> None:
     rows = checked_runs(runs)
     assert rows.flags.c_contiguous
     assert np.array_equal(rows, runs)
+
+
+@pytest.mark.parametrize("size", [0, 63, 65])
+def test_what_is_no_handle_is_not_opened(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer said it, so it is no error of ours."""
+    monkeypatch.setattr(memory, "library", lambda: None)
+    ours = memory.CudaIpcMemory(torch.device("cuda", 1))
+    with pytest.raises(memory.IpcMemoryError, match=f"open on cuda:1: {size} bytes are no handle"):
+        ours.open(b"x" * size)

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from shared_memory_device import Allocation, SharedHost, SharedMemoryDevice
@@ -360,6 +361,20 @@ def test_metadata_of_another_kind_is_a_handshake_error(pair: Pair) -> None:
     with pytest.raises(TransferError, match="undecodable") as caught:
         pair.writer.connect(plain)
     assert caught.value.stage == "handshake"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"offset": -16}, {"offset": 2**62}, {"offset": 2**64 - 1}, {"address": -1}, {"address": 2**63}]
+    + [{"length_bytes": size} for size in (0, -1, 2**63)],
+)
+def test_memory_that_cannot_be_is_not_mapped(change: dict[str, int], pair: Pair) -> None:
+    said = msgspec.msgpack.decode(pair.receiver.metadata())
+    said["offers"][0] |= change
+    with pytest.raises(TransferError, match="memory that cannot be is offered") as caught:
+        pair.writer.connect(msgspec.msgpack.encode(said))
+    assert caught.value.stage == "handshake"
+    assert not pair.device.opened
 
 
 def test_transports_are_left_alone_where_no_gpus_meet(pair: Pair) -> None:
