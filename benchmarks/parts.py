@@ -136,13 +136,15 @@ def _end_session(process: subprocess.Popen[str]) -> None:
 
     What it left running would take GPUs and memory from the next.
     """
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+    finally:  # an interrupt of this process too
+        with contextlib.suppress(ProcessLookupError):  # all of it has ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def run_together(chosen: Sequence[Part], deadline: float, logs: Path) -> dict[str, bool]:

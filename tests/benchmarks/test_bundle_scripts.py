@@ -230,7 +230,7 @@ def test_all_went_well_is_zero_and_a_deployment_hears_an_interrupt_first(bundle:
 
 def test_what_has_no_time_is_named_for_the_next_run(bundle: Path) -> None:
     done = run_steps(
-        bundle, "step first 5 true\nstep slow 30 sleep 3\nstep late 9 true\nstep last 9 true", LIMIT_S="32"
+        bundle, "step first 5 true\nstep slow 30 sleep 3\nstep late 9 true\nstep last 9 true", LIMIT_S="37"
     )
     assert done.returncode == 1
     (left,) = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +54,25 @@ def test_what_comes_back_is_few_files(tmp_path: Path) -> None:
         assert len(files) < 8, "and the log"
     arguments = [argument for part in gpu_parts(tmp_path, "/m") for argument in part.arguments]
     assert all(Path(argument).exists() for argument in arguments if argument.endswith(".yaml"))
+
+
+class Interrupted(subprocess.Popen[str]):
+    """A process whose parent is interrupted while it waits for a while."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is not None:
+            raise KeyboardInterrupt
+        return super().wait()
+
+
+def test_a_part_is_ended_even_when_its_parent_is_interrupted_meanwhile() -> None:
+    line = ["bash", "-c", "trap '' INT; echo ready; while :; do sleep 0.1; done"]
+    with Interrupted(line, start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        with pytest.raises(KeyboardInterrupt):
+            parts_module._end_session(process)
+        assert process.returncode == -signal.SIGKILL
 
 
 def test_an_unknown_part_is_refused_before_anything_starts(

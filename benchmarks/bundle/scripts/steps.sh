@@ -17,7 +17,7 @@ ONLY=${ONLY:-*}
 LIMIT_S=${LIMIT_S:-590}
 DRY=${DRY:-}
 TARGET=${TARGET:-/tmp/antiphon-bundle}
-RESERVE_S=20 # for a step that must be killed, and for what is said at the end
+RESERVE_S=25 # for a step that must be killed, and for what is said at the end
 LEAST_S=10   # a step that has less left is not begun
 export COLUMNS=120 # of tables
 begun=$(date -u +%Y-%m-%dT%H:%M:%S)
@@ -52,8 +52,8 @@ step() {
   fi
   [ "$limit" -le "$(remaining)" ] || limit=$(remaining)
   log=$logs/$name.log
-  # An interrupt first: a deployment then stops what it started in other sessions.
-  timeout --signal INT --kill-after 15 "$limit" "$@" >"$log" 2>&1 </dev/null || verdict=FAILED
+  # An interrupt first: a deployment then stops what it started in other sessions, and two_gpus its part.
+  timeout --signal INT --kill-after 20 "$limit" "$@" >"$log" 2>&1 </dev/null || verdict=FAILED
   printf '%-20s %-6s %4d s\n' "$name" "$verdict" $((SECONDS - start))
   [ -n "${KEEPS_LOG:-}" ] || keep "$name $verdict $((SECONDS - start)) s" "$log"
   if [ "$verdict" = FAILED ]; then

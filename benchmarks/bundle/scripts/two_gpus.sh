@@ -10,7 +10,7 @@ while IFS= read -r line; do
     echo "two_gpus: cannot read '$line'" >&2
     exit 1
   fi
-  limit=$((BASH_REMATCH[1] + 15)) part=${BASH_REMATCH[2]} name=${BASH_REMATCH[2]//,/}
+  limit=$((BASH_REMATCH[1] + 20)) part=${BASH_REMATCH[2]} name=${BASH_REMATCH[2]//,/}
   if [ -z "$DRY" ] && [ ! -d "$BUNDLE_TARGET/site/ray" ] && [[ $line =~ served_pair|test_rank_end ]]; then
     echo "$part needs a bundle of kind served"
     continue
