@@ -112,7 +112,8 @@ class DecodePeers:
             self._on_ready()
 
     def forget(self, peer: Peer) -> None:
-        """This life of a decode worker is over."""
+        """This life of a decode worker is over; what it said before is not heard any more."""
+        self._candidates.pop(peer, None)
         self._broken.pop(peer, None)
         if peer in self._connected_to:
             self._connected_to.remove(peer)

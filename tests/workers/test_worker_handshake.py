@@ -17,10 +17,11 @@ from antiphon.kv_transfer.arrivals import ArrivedConnections
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
 from antiphon.kv_transfer.leases import Writer
 from antiphon.kv_transfer.slot_allotment import SlotAllotment
+from antiphon.prefill_worker import peers as peers_module
 from antiphon.prefill_worker.peers import TIMED_ROUNDS
 from antiphon.protocol.errors import ConfigError, TransferError
 from antiphon.protocol.identity import Role
-from antiphon.protocol.kv_messages import KvHello
+from antiphon.protocol.kv_messages import KvHello, KvWelcome
 from antiphon.protocol.link import Peer
 
 Start = Callable[..., tuple[Any, Any]]
@@ -194,3 +195,21 @@ def test_prefill_workers_that_die_together_leave_nobody_to_probe(monkeypatch: py
         greeter.on_lost(peer)
     assert greeter.detail() == ""
     assert [call.args[0] for call in rank.expect.call_args_list] == [1, -1]
+
+
+def test_a_decode_worker_that_is_gone_is_not_connected_by_the_welcome_it_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may wait its turn while the topology drops its sender; nobody would unmap those pages again."""
+    monkeypatch.setattr(peers_module, "check_peer", lambda fingerprint, welcome: Mock())
+    rank, counters, peer = Mock(), Counter[str](), Peer(Role.DECODE, "decode-0", 5)
+    rank.connect.side_effect = lambda *them, **how: Future()
+    peers = peers_module.DecodePeers(Mock(), [rank], Mock(), Mock(), counters, lambda: None)
+    welcome = KvWelcome("decode-0", 5, Mock(), 1, (), {})
+    peers.on_up(peer)
+    peers.on_welcome(peer, welcome)
+    peers.forget(peer)
+    peers.on_welcome(peer, welcome)
+    peers.on_lost(peer)
+    assert (rank.connect.call_count, rank.disconnect.call_count) == (1, 1)
+    assert counters["stale_messages"] == 1
