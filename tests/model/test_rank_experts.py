@@ -28,7 +28,7 @@ MODELS = ("gpt-oss-20b", "gpt-oss-120b")
 PADDED = {2: 1536, 4: 768, 8: 384}
 """Columns of a split expert in a rank's memory, of which it holds at most 1,440, 736 or 384."""
 ONE_LAYER = GptOssConfig(
-    num_hidden_layers=1, num_experts=4, experts_per_token=2, vocab_size=64, hidden_size=128
+    num_hidden_layers=1, num_experts=3, experts_per_token=2, vocab_size=64, hidden_size=64
 )
 """Experts of the published width, of a narrow model: kernels are interpreted."""
 
