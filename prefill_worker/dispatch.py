@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -18,7 +18,8 @@ from antiphon.engine.loop import EngineLoop
 from antiphon.engine.rejection import RequestRejected
 from antiphon.engine.requests import EngineRequest, RequestKind
 from antiphon.kv_transfer.endpoint import KvEndpoint
-from antiphon.kv_transfer.ranks import PeerLife, RankKv, Shipped
+from antiphon.kv_transfer.ranks import RankKv, Shipped
+from antiphon.prefill_worker.correspondence import Correspondence
 from antiphon.prefill_worker.jobs import Failure, JobState, PrefillJob
 from antiphon.prefill_worker.metrics import PrefillMetrics
 from antiphon.prefill_worker.orders import announced_writes, ship_order
@@ -26,7 +27,6 @@ from antiphon.prefill_worker.peers import DecodePeers
 from antiphon.protocol.errors import TransferError
 from antiphon.protocol.identity import Role
 from antiphon.protocol.kv_messages import (
-    AnnounceWrites,
     CancelWrites,
     GrantWrites,
     KvProbeResult,
@@ -35,8 +35,6 @@ from antiphon.protocol.kv_messages import (
     MissingWrites,
     RefuseWrites,
     WriteKey,
-    WritesDrained,
-    WritesFailed,
 )
 from antiphon.protocol.link import LinkNode, Peer
 from antiphon.protocol.link_thread import LinkThread
@@ -51,7 +49,6 @@ from antiphon.protocol.messages import (
 from antiphon.protocol.rank_messages import StepMark
 
 _log = logging.getLogger(__name__)
-_REMEMBERED_JOBS = 4096
 
 
 class PrefillDispatch:
@@ -75,19 +72,15 @@ class PrefillDispatch:
         self._node = node
         self._thread = thread
         self._peers = peers
-        self._endpoint = endpoint
         self._ranks = ranks
         self._counters = counters
         self._settings = settings
         self._metrics = metrics
-        self._epoch = node.me.epoch
         self._page_size = engine.settings.page_size_tokens
         self._jobs: dict[tuple[str, int], PrefillJob] = {}
         self._by_engine_id: dict[str, PrefillJob] = {}
-        # Notifications of shipped jobs, so that a lost one can be repeated after the pages were given back.
-        self._shipped: OrderedDict[tuple[str, int], tuple[PeerLife, dict[WriteKey, bytes]]] = OrderedDict()
-        self._cut_off: OrderedDict[tuple[str, int], str] = OrderedDict()
-        """Jobs one of whose writes ended with its connection, and how: bytes of it may arrive even now."""
+        patience_s = settings.completion_timeout_s
+        self._correspondence = Correspondence(node, endpoint, ranks, counters, patience_s)
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -169,7 +162,7 @@ class PrefillDispatch:
         elif isinstance(message, CancelWrites):
             self._on_cancel(peer, message, job)
         elif isinstance(message, MissingWrites):
-            self._on_missing(peer, message, job)
+            self._correspondence.missing(peer, message, job)
         elif job is None:
             self._counters["stale_messages"] += 1
         elif isinstance(message, RefuseWrites):
@@ -182,32 +175,11 @@ class PrefillDispatch:
 
     def _on_cancel(self, peer: Peer, message: CancelWrites, job: PrefillJob | None) -> None:
         if job is None or job.state is JobState.SHIPPED or job.told:  # nothing is and will be under way
-            self._tell_stopped(peer, (message.request_id, message.attempt), message.decode_epoch)
+            key = message.request_id, message.attempt
+            self._correspondence.stopped(peer, key, message.decode_epoch)
             return
         job.drain_asked = True
         self._cancel(job)
-
-    def _on_missing(self, peer: Peer, message: MissingWrites, job: PrefillJob | None) -> None:
-        """Repeat what is done; for the rest, say that it is still coming, or that it never will."""
-        self._counters["missing_writes_asked"] += len(message.keys)
-        key = message.request_id, message.attempt
-        if job is not None:
-            for rank in self._ranks:
-                rank.repeat(*key, frozenset(message.keys))
-            life, notifications = job.decode_life, job.done
-            if job.still_coming(message.keys, self._settings.completion_timeout_s):
-                self._announce(job)
-        elif key in self._shipped:
-            life, notifications = self._shipped[key]
-        else:
-            reason = "this worker does not know the request any more"
-            failed = WritesFailed(*key, self._epoch, message.decode_epoch, "notify", reason)
-            self._node.send(peer, failed)
-            return
-        for write in message.keys:
-            if write in notifications:
-                self._counters["notifications_repeated"] += 1
-                self._endpoint.notify(life, notifications[write]).add_done_callback(_repeated)
 
     # ------------------------------------------------------------------------------------------ engine events
 
@@ -220,7 +192,7 @@ class PrefillDispatch:
         job.cached_tokens, job.queue_s = event.cached_tokens, event.queue_s
         job.move(JobState.ANNOUNCED)
         job.announced_at = time.monotonic()
-        self._announce(job)
+        self._correspondence.announce(job)
 
     def on_kv_written(self, event: KvWritten, mark: StepMark) -> None:
         """A layer group of a chunk was issued, and is computed on a rank that has passed ``mark``."""
@@ -255,16 +227,6 @@ class PrefillDispatch:
 
     # ------------------------------------------------------------------------------------------------ writing
 
-    def _announce(self, job: PrefillJob) -> None:
-        message = AnnounceWrites(
-            *job.key,
-            self._node.me.worker_id,
-            self._epoch,
-            job.request.ticket.decode_epoch,
-            sorted(job.keys),
-        )
-        self._node.send(job.decode, message)
-
     def _ship(self, job: PrefillJob, event: KvWritten, mark: StepMark) -> None:
         """Have every rank write its part."""
         order = ship_order(job.request.ticket, event, mark, self._page_size)
@@ -279,9 +241,7 @@ class PrefillDispatch:
         error = done.exception()
         if isinstance(error, TransferError):
             if error.stage == "connection":  # also of a job that ends for another reason
-                self._cut_off[job.key] = error.reason
-                if len(self._cut_off) > _REMEMBERED_JOBS:
-                    self._cut_off.popitem(last=False)
+                self._correspondence.connection_broke(job, error.reason)
             self._fail(job, error.stage, error.reason)
             if error.stage == "connection":
                 self._peers.distrust(job.decode, error.reason)
@@ -334,9 +294,7 @@ class PrefillDispatch:
     def _finish(self, job: PrefillJob) -> None:
         job.move(JobState.SHIPPED)
         self._engine.release(job.engine_id, job.request.attempt)
-        self._shipped[job.key] = job.decode_life, job.done
-        if len(self._shipped) > _REMEMBERED_JOBS:
-            self._shipped.popitem(last=False)
+        self._correspondence.shipped(job)
         tail_s = job.transfer_tail_s()
         finished = PrefillFinished(
             *job.key, job.cached_tokens, job.queue_s, job.compute_s, tail_s, job.bytes_sent
@@ -346,23 +304,10 @@ class PrefillDispatch:
 
     def _tell_end(self, job: PrefillJob) -> None:
         """No write of the job is under way here any more: say so to whoever waits for it."""
-        decode_epoch = job.request.ticket.decode_epoch
+        self._correspondence.ended(job)
         if job.failure is not None:
-            stage, reason = job.failure.stage, job.failure.reason
-            if job.announced and job.key not in self._cut_off:
-                failed = WritesFailed(*job.key, self._epoch, decode_epoch, stage, reason)
-                self._node.send(job.decode, failed)
-            self._node.send(job.router, PrefillFailed(*job.key, stage, reason))
-        if job.drain_asked or (job.announced and (job.failure is None or job.key in self._cut_off)):
-            self._tell_stopped(job.decode, job.key, decode_epoch)
-
-    def _tell_stopped(self, decode: Peer, key: tuple[str, int], decode_epoch: int) -> None:
-        """Never say that a job has drained whose connection broke: the network may hold what it sent."""
-        reason = self._cut_off.get(key)
-        if reason is None:
-            self._node.send(decode, WritesDrained(*key, self._epoch, decode_epoch))
-        else:
-            self._node.send(decode, WritesFailed(*key, self._epoch, decode_epoch, "connection", reason))
+            failed = PrefillFailed(*job.key, job.failure.stage, job.failure.reason)
+            self._node.send(job.router, failed)
 
     def on_lost(self, peer: Peer, reason: str) -> None:
         """A link's session ended: work for that router or into that decode worker is pointless."""
@@ -380,10 +325,3 @@ class PrefillDispatch:
             if job.state is JobState.ANNOUNCED and now - job.announced_at > self._settings.lease_s:
                 self._fail(job, "reserve", f"no permission to write within {self._settings.lease_s:g} s")
                 self._advance(job)
-
-
-def _repeated(done: Future[None]) -> None:
-    """A failure shows as the same write being missed again."""
-    error = done.exception()
-    if error is not None:
-        _log.warning("a repeated notification failed: %s", error)
