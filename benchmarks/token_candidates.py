@@ -205,7 +205,7 @@ async def _grpc_consume(port: int, load: Load) -> Taken:
 
 
 def measure_ray(load: Load) -> tuple[Taken, float]:
-    """A load through an actor that is asked for its tokens; what was seen, and seconds of CPU of both ends."""
+    """A load through an actor that is asked for its tokens: what was seen, and seconds of CPU."""
     import ray
 
     class Source:
