@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 from mapped_network import MappedNetwork
 
 from antiphon.kv_transfer.in_process import InProcessNetwork
+from antiphon.kv_transfer.step_fences import DeviceFence
+from antiphon.prefill_worker import worker as worker_module
 
 Start = Callable[..., tuple[Any, Any]]
 PROMPT = [token % 30 for token in range(2, 90)]
@@ -98,3 +101,24 @@ def test_pages_of_a_life_that_is_over_are_unmapped_once_no_copy_into_them_is_lef
     until(lambda: all(status.ready for status in pair.statuses()))
     assert set(device.opened) > first
     assert all(device.opened[handle] == device.closed[handle] == 1 for handle in first)
+
+
+def test_pages_of_an_aborted_request_are_kept_while_its_copies_wait_for_the_gpu(
+    started: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were given to the GPU ahead of what computes their source, and nothing can take them back."""
+    network, computed = MappedNetwork(), threading.Event()
+    pair, router = started(network.transport)
+    fence = DeviceFence(computed.is_set, 77, computed)
+    monkeypatch.setattr(worker_module, "source_fence", lambda device: fence)
+    network.device.goes_on.clear()
+    name = router.generate(PROMPT, max_tokens=5)
+    until(lambda: network.device.waited_for.count(77) > 1)
+    router.abort(name)
+    router.wait(name, seconds=30)
+    until(lambda: all(status.pages_quarantined > 0 for status in pair.statuses()))
+    for ends in (computed, network.device.goes_on):
+        time.sleep(0.2)
+        assert all(status.pages_quarantined > 0 for status in pair.statuses())
+        ends.set()
+    pair.wait_idle()
