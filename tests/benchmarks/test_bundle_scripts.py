@@ -224,7 +224,7 @@ def test_a_step_that_fails_or_hangs_leaves_the_others_their_time(bundle: Path) -
 def test_all_went_well_is_zero_and_a_deployment_hears_an_interrupt_first(bundle: Path) -> None:
     assert run_steps(bundle, "step good 5 true").returncode == 0
     stops = "trap 'echo stopped what it started; exit 1' INT; while :; do sleep 0.05; done"
-    done = run_steps(bundle, f"step serves 1 bash -c {shlex.quote(stops)}")
+    done = run_steps(bundle, f"step serves 3 bash -c {shlex.quote(stops)}")
     assert "stopped what it started" in done.stdout
 
 
