@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from router_stand_in import TOKEN, wait_until
 from antiphon.kv_transfer.handshake import agent_name, span_of
 from antiphon.kv_transfer.in_process import InProcessNetwork
 from antiphon.kv_transfer.rank_links import RankLinks
+from antiphon.protocol.codec import encode
 from antiphon.protocol.identity import Role, WorkerAddress
 from antiphon.protocol.kv_messages import (
     AnnounceWrites,
@@ -27,6 +29,7 @@ from antiphon.protocol.kv_messages import (
     KvWelcome,
     MissingWrites,
     RankMemory,
+    WriteDone,
     WriteKey,
     WritesDrained,
     WritesFailed,
@@ -44,6 +47,7 @@ from antiphon.protocol.messages import (
     TokensAck,
 )
 from antiphon.protocol.rank_messages import RankReady
+from antiphon.protocol.staging_messages import SlotFree, StagedPages, StagedWrite
 
 Start = Callable[..., tuple[Any, Any]]
 MESSAGES = 1500
@@ -226,6 +230,43 @@ def test_a_worker_outlives_any_message(told: Role, seed: int, started: Start, st
     again = scene.router.generate(scene.router.random_prompt(60))
     scene.router.wait(again)
     scene.check()
+
+
+@pytest.mark.parametrize("told", [Role.DECODE, Role.PREFILL])
+def test_a_worker_outlives_any_notification(told: Role, started: Start, make_config: Any) -> None:
+    """They come with the transfers, from an agent that may write here."""
+    deployment = make_config(staging_slots=2, staging_slot_mib=1)
+    pair, router = started(InProcessNetwork().transport, deployment=deployment)
+    ends = {Role.PREFILL: pair.prefill, Role.DECODE: pair.decode}
+    worker = ends.pop(told)
+    (sender,) = ends.values()
+    to = worker._kv.endpoint.memory.agent_name
+    key, me = WriteKey(0, 0, 0), pair.prefill_address.epoch
+    epochs = me, pair.decode_address.epoch
+    pages = (StagedPages("full", (1, 2)), StagedPages("sliding", (3,)))
+    right = [
+        StagedWrite("odd", 1, *epochs, key, 0, 1, 1, 1, 1 << 20, pages),
+        SlotFree("odd", 1, key, 0, 1),
+        WriteDone("odd", 1, *epochs, key),
+    ]
+    known = [me, epochs[1], 1, "odd", "full", b"", key, *pages, pair.decode._fingerprint]
+    messages = AnyMessages(0, known, right)
+    chance = random.Random(0)
+    transfer = sender._kv.endpoint._transfer
+    for number in range(MESSAGES):
+        kind = chance.choice((*EVERY_CLASS, *[type(each) for each in right] * 10))
+        payload = encode(messages.draw(kind))
+        if number % 4 == 0:  # cut off, or something else in its middle
+            cut = chance.randrange(len(payload) + 1)
+            payload = payload[:cut] + chance.choice((b"", chance.randbytes(7)))
+        transfer.run(lambda transport, payload=payload: transport.notify(to, payload)).result(60)
+    name = router.generate(router.random_prompt(60))
+    router.wait(name)
+    assert router.requests[name].tokens == router.requests[name].expected()
+    status = worker.status()
+    assert status.failed is None
+    refused = {Role.DECODE: "staged_messages_refused", Role.PREFILL: "notifications_unknown"}
+    assert status.counters[refused[told]] > 30
 
 
 @pytest.mark.parametrize("page", [-1, 1000, 2**62, 2**64 - 1])
