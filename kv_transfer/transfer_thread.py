@@ -138,7 +138,7 @@ class TransferThread:
         on_done: Callable[[WriteOutcome], None],
         after: DeviceEvent | None = None,
     ) -> None:
-        """Post a write; a post that fails is tried once more. ``on_done`` is called exactly once.
+        """Post a write; a refused one is tried once more. ``on_done`` is called exactly once.
 
         ``after`` is as in ``Transport.post_write``; the write is timed from there.
         """
@@ -149,6 +149,8 @@ class TransferThread:
                 try:
                     write = transport.post_write(peer, copies, notification, after)
                 except TransferError as error:
+                    if error.stage != "post":
+                        raise  # some of it may be under way, whatever another try would say
                     _log.warning("post to %s failed, trying once more: %s", peer, error)
                     write = transport.post_write(peer, copies, notification, after)
             except TransferError as error:

@@ -126,6 +126,23 @@ def test_one_failed_post_is_tried_again_and_two_are_a_failure(ends: Ends) -> Non
     assert [outcome.fate for outcome in ends.outcomes] == [Fate.LANDED, Fate.NOT_SENT]
 
 
+def test_a_post_that_broke_the_connection_is_not_tried_again(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one could say that nothing was posted, and of the first one some may arrive."""
+    errors = [TransferError("connection", "remote disconnect"), TransferError("post", "no such peer")]
+
+    def post(*write: object) -> None:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(ends.network, "post", post)
+    ends.write(b"")
+    until(lambda: len(ends.outcomes) == 1)
+    (outcome,) = ends.outcomes
+    assert outcome.error is not None
+    assert (outcome.error.stage, outcome.fate) == ("connection", Fate.UNKNOWN)
+
+
 def test_a_hanging_write_ends_only_when_it_cannot_land_any_more(ends: Ends) -> None:
     ends.network.inject(Fault.HOLD)
     ends.write(b"held")
