@@ -20,6 +20,7 @@ from antiphon.protocol.errors import AntiphonError, ConfigError
 LIBRARIES: tuple[CudaLibrary, ...] = (
     skinny.LIBRARY,
     moe.LIBRARY,
+    moe.SPLIT_LIBRARY,
     prefill_hopper.LIBRARY,
     fp8_hopper.LIBRARY,
     peer_reduce.LIBRARY,

@@ -1,4 +1,7 @@
-"""The CUDA library of the MoE kernels and its launchers, typed.
+"""The CUDA libraries of the MoE kernels and their launchers, typed.
+
+Kernels for experts that ranks hold columns of lie in a library of their own, beside the one that everybody
+needs: who has whole experts need not wait for its build.
 
 The launchers are plain C functions that take device pointers and a stream and return a CUDA error code; no
 torch header is compiled, so the library serves any torch version.
@@ -16,11 +19,12 @@ import torch
 from antiphon.kernels.cuda_library import CudaLibrary
 
 _SOURCES = Path(__file__).with_name("csrc")
-LIBRARY = CudaLibrary(
-    "moe",
-    sources=tuple(sorted(_SOURCES.glob("*.cu"))),
-    headers=tuple(sorted(_SOURCES.glob("*.cuh"))),
+_HEADERS = tuple(sorted(_SOURCES.glob("*.cuh")))
+LIBRARY = CudaLibrary("moe", sources=tuple(sorted(_SOURCES.glob("*.cu"))), headers=_HEADERS)
+SPLIT_LIBRARY = CudaLibrary(
+    "moe_split", sources=tuple(sorted(_SOURCES.joinpath("split").glob("*.cu"))), headers=_HEADERS
 )
+"""Both projections of experts that are split over ranks; the rest of their launches are in ``LIBRARY``."""
 
 _POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -67,15 +71,30 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     # hidden, weights, tops, bias, tiles, tile_count, row_weight, rows, tile_rows, grid, stream
     "antiphon_moe_mixed_down": (*(_POINTER,) * 8, *(_NUMBER,) * 2, _POINTER),
 }
+_SPLIT_SIGNATURES: dict[str, tuple[type, ...]] = {
+    # gate_up, gate_up_bias, down, down_bias, activations, scale, order, tiles, tile_count, ready, hidden,
+    # pair_weight, partial, max_tiles, hidden_columns, token_tile, grid, overlap, stream
+    "antiphon_moe_split_experts": (*(_POINTER,) * 13, *(_NUMBER,) * 5, _POINTER),
+}
+
+
+def _load(library: CudaLibrary, signatures: dict[str, tuple[type, ...]]) -> ctypes.CDLL:
+    loaded = library.load()
+    for name, arguments in signatures.items():
+        function = getattr(loaded, name)
+        function.argtypes = list(arguments)
+        function.restype = ctypes.c_int
+    return loaded
+
+
+@cache
+def _split_library() -> ctypes.CDLL:
+    return _load(SPLIT_LIBRARY, _SPLIT_SIGNATURES)
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = LIBRARY.load()
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes = list(arguments)
-        function.restype = ctypes.c_int
+    library = _load(LIBRARY, _SIGNATURES)
     library.antiphon_moe_error.argtypes = [ctypes.c_int]
     library.antiphon_moe_error.restype = ctypes.c_char_p
     return library
@@ -83,8 +102,11 @@ def _library() -> ctypes.CDLL:
 
 @cache
 def _launcher(name: str) -> Callable[..., int]:
-    """One function of the library; found once, since a chunk of a prompt makes hundreds of launches."""
-    function: Callable[..., int] = getattr(_library(), f"antiphon_moe_{name}")
+    """One function of a library; found once, since a chunk of a prompt makes hundreds of launches."""
+    full = f"antiphon_moe_{name}"
+    function: Callable[..., int] = getattr(
+        _split_library() if full in _SPLIT_SIGNATURES else _library(), full
+    )
     return function
 
 

@@ -121,7 +121,8 @@ class MoeWorkspace:
         self.logits = torch.empty(max_tokens, all_experts, dtype=torch.float32, device=device)
         self.tickets = torch.zeros(1 + max_tokens, dtype=torch.int32, device=device)
         self.ready = torch.zeros(tiles, dtype=torch.int32, device=device)
-        # Activations of a token: 2880 columns in two e4m3 parts; hidden states lie in tiles.
+        # Activations of a token: 2880 columns in two e4m3 parts; hidden states lie in tiles, and of split
+        # experts they have fewer columns.
         tile_bytes = max(max_tiles(pairs, self.experts, tile) * tile for tile in TOKEN_TILES) * 2 * DIM
         self.activations = torch.empty(max_tokens, 2 * DIM, dtype=torch.uint8, device=device)
         self.hidden = torch.empty(tile_bytes, dtype=torch.uint8, device=device)
@@ -200,7 +201,7 @@ def group(
 def moe_streamed(
     routing: Routing, experts: StreamedExperts, workspace: MoeWorkspace, out: Tensor | None = None
 ) -> Tensor:
-    """``reference.moe`` on streamed weights; the sum of this rank's experts. Once per routing.
+    """``reference.moe`` on streamed weights; the sum of this rank's experts or columns. Once per routing.
 
     Args:
         out: [T, 2880] bf16, allocated when None.
@@ -259,13 +260,14 @@ def run_experts(routing: Routing, experts: StreamedExperts, workspace: MoeWorksp
         raise ValueError(f"weights of {experts.experts} experts, the workspace is for {workspace.experts}")
     plan = routing.plan
     launch(
-        "experts",
+        "split_experts" if experts.split else "experts",
         *(experts.gate_up.data_ptr(), experts.gate_up_bias.data_ptr()),
         *(experts.down.data_ptr(), experts.down_bias.data_ptr()),
         *(workspace.activations.data_ptr(), workspace.scale.data_ptr(), routing.order.data_ptr()),
         *(routing.tiles.data_ptr(), routing.tile_count.data_ptr(), workspace.ready.data_ptr()),
         *(workspace.hidden.data_ptr(), routing.expert_weights.data_ptr(), workspace.partial.data_ptr()),
         max_tiles(routing.expert_ids.shape[0] * TOP_K, workspace.experts, plan.token_tile),
+        *((experts.columns,) if experts.split else ()),
         *(plan.token_tile, workspace.blocks, int(plan.overlap)),
     )
 

@@ -12,21 +12,28 @@ from antiphon.kernels.cuda_library import KernelLibraryError
 from antiphon.kernels.moe import build
 from antiphon.kernels.moe.decode import LaunchPlan, plan_launch
 from antiphon.kernels.moe.regime import streams_4_bit
-from antiphon.kernels.moe.streamed import STAGE_WEIGHT_BYTES, StreamedExperts, pack_matrix, unpack_matrix
-from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
+from antiphon.kernels.moe.streamed import (
+    DIM,
+    SPLIT_COLUMNS,
+    STAGE_WEIGHT_BYTES,
+    StreamedExperts,
+    pack_matrix,
+    unpack_matrix,
+)
+from antiphon.kernels.reference import MXFP4_BLOCK, ExpertMatrix, dequantize_mxfp4
 
 
-def random_matrix(rows: int, experts: int = 2) -> ExpertMatrix:
+def random_matrix(rows: int, experts: int = 2, blocks: int = 90) -> ExpertMatrix:
     return ExpertMatrix(
-        torch.randint(0, 256, (experts, rows, 90, 16), dtype=torch.uint8),
-        torch.randint(0, 255, (experts, rows, 90), dtype=torch.uint8),
+        torch.randint(0, 256, (experts, rows, blocks, 16), dtype=torch.uint8),
+        torch.randint(0, 255, (experts, rows, blocks), dtype=torch.uint8),
     )
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("rows", [64, 192])
-def test_packing_loses_nothing(rows: int, interleaved: bool) -> None:
-    matrix = random_matrix(rows)
+@pytest.mark.parametrize(("rows", "blocks"), [(64, 90), (192, 90), (64, 48), (128, 24), (64, 12)])
+def test_packing_loses_nothing(rows: int, blocks: int, interleaved: bool) -> None:
+    matrix = random_matrix(rows, blocks=blocks)
     back = unpack_matrix(pack_matrix(matrix, interleaved), interleaved)
     assert torch.equal(back.blocks, matrix.blocks)
     assert torch.equal(back.scales, matrix.scales)
@@ -91,6 +98,22 @@ def test_a_bf16_value_is_the_sum_of_two_e4m3_values() -> None:
     assert float(error.max()) <= float(peak) * 2.0**-17
 
 
+def test_columns_of_experts_are_known_by_their_number() -> None:
+    def converted(columns: int, rows: int) -> StreamedExperts:
+        gate_up, down = random_matrix(rows, 1), random_matrix(DIM, 1, columns // MXFP4_BLOCK)
+        return StreamedExperts.from_checkpoint(gate_up, torch.zeros(1, rows), down, torch.zeros(1, DIM))
+
+    for columns in (DIM, *SPLIT_COLUMNS):
+        experts = converted(columns, 2 * columns)
+        assert (experts.columns, experts.split) == (columns, columns != DIM)
+        assert experts.gate_up.shape == (1, columns // 32, 15, 6528)
+        assert experts.down.shape == (1, 45, columns // 192, 6528)
+    with pytest.raises(ValueError, match="down: 1440 columns; the kernels take 2880, or"):
+        converted(1440, 2880)
+    with pytest.raises(ValueError, match=r"gate_up: blocks \(1, 768, 90, 16\)"):
+        converted(768, 768)
+
+
 def test_wrong_shapes_and_nan_scales_are_refused() -> None:
     matrix = random_matrix(64, experts=1)
     bias = torch.zeros(1, 64)
@@ -122,10 +145,14 @@ def test_a_library_that_was_not_built_is_a_clear_error(
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_sources_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANTIPHON_KERNEL_LIBRARY_DIR", str(tmp_path))
-    path = build.LIBRARY.build()
-    assert path.parent == tmp_path
-    code = path.read_bytes()
-    assert all(name.encode() in code for name in build._SIGNATURES)
+    for library, signatures in (
+        (build.LIBRARY, build._SIGNATURES),
+        (build.SPLIT_LIBRARY, build._SPLIT_SIGNATURES),
+    ):
+        path = library.build()
+        assert path.parent == tmp_path
+        code = path.read_bytes()
+        assert all(name.encode() in code for name in signatures)
 
 
 def test_long_steps_leave_the_4_bit_road() -> None:

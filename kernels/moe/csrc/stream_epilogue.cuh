@@ -63,7 +63,7 @@ __device__ __forceinline__ bool reduce_groups(float (&sum)[Geometry<TOKENS>::kWi
 // What the epilogue needs from global memory for this lane's rows and columns, loaded ahead so that it does not wait:
 // what depends on the token tile once for all of its items, since those are loads behind loads. GATED: first projection, whose rows alternate gate, up and whose output is the next
 // activation tile. Otherwise: second projection, routing weight, float32 out.
-template <int TOKENS, bool GATED>
+template <int TOKENS, bool GATED, bool SPLIT>
 struct Epilogue {
   static constexpr int kColumns = Geometry<TOKENS>::kWidth / 4;
   // All as loaded: to convert a number is to wait for it, and that would be before the products.
@@ -111,6 +111,7 @@ struct Epilogue {
     for (int i = 0; i < kColumns; i += 2) {
       if constexpr (GATED) {
         using Tile = ActivationTile<TOKENS>;
+        using Hidden = HiddenTile<TOKENS, SPLIT>;
         float hidden[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c)
@@ -119,13 +120,13 @@ struct Epilogue {
         const float2 rounded = __bfloat1622float2(__floats2bfloat162_rn(hidden[0], hidden[1]));
         const SplitPair parts = split(make_float2(rounded.x * kHiddenFactor, rounded.y * kHiddenFactor),
                                       kLowFactor<TOKENS>);
-        uint8_t* out = a.hidden + static_cast<size_t>(tile) * Tile::kBytes;
+        uint8_t* out = a.hidden + static_cast<size_t>(tile) * Hidden::bytes(a);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           if (pair[i + c] < 0) continue;
           uint8_t* place = out + Tile::place(pair[i + c], row_tile * 32 + warp * 8 + g);
           *place = static_cast<uint8_t>(parts.high >> (8 * c));
-          *(place + Tile::kLowOffset) = static_cast<uint8_t>(parts.low >> (8 * c));
+          *(place + Hidden::low_offset(a)) = static_cast<uint8_t>(parts.low >> (8 * c));
         }
       } else {
         constexpr float kScale = 64.0f / kHiddenFactor;  // 2^6 for the weights' e4m3 form

@@ -7,6 +7,7 @@ namespace antiphon::stream {
 
 constexpr int kTileRows = 64;
 constexpr int kStageBlocks = 6;
+constexpr int kStageColumns = kStageBlocks * 32;
 constexpr int kStages = kBlocks / kStageBlocks;  // 15 per row tile
 constexpr int kStageWeightBytes = kStageBlocks * kTileRows * 16;
 constexpr int kStageBytes = kStageWeightBytes + kStageBlocks * kTileRows;  // weights, then scales
@@ -36,7 +37,7 @@ struct Geometry : Tuning<TOKENS> {
 };
 
 struct Projection {
-  const uint8_t* weights;     // [experts, row_tiles, kStages, kStageBytes]
+  const uint8_t* weights;     // [experts, row_tiles, stages, kStageBytes]
   const __nv_bfloat16* bias;  // [experts, row_tiles * 64]
   int row_tiles;
 };
@@ -50,9 +51,22 @@ struct Arguments {
   const int* tile_count;
   int max_tiles;
   int* ready;                        // [tiles], zero: row tiles of the hidden state that are stored, times 4 warps
-  uint8_t* hidden;                   // [tiles, ActivationTile::kBytes]
+  uint8_t* hidden;                   // [tiles, HiddenTile::bytes]
   const __nv_bfloat16* pair_weight;  // [pairs]
   float* partial;                    // [pairs, kDim]
+  int hidden_stages;                 // of the second projection; kStages where experts are whole
+};
+
+// An activation tile of the second projection, which of split experts has fewer columns.
+template <int TOKENS, bool SPLIT>
+struct HiddenTile {
+  using Tile = ActivationTile<TOKENS>;
+  __device__ __forceinline__ static int bytes(const Arguments& a) {
+    return SPLIT ? 2 * TOKENS * kStageColumns * a.hidden_stages : Tile::kBytes;
+  }
+  __device__ __forceinline__ static int low_offset(const Arguments& a) {
+    return SPLIT && !Tile::kSideBySide ? TOKENS * kStageColumns * a.hidden_stages : Tile::kLowOffset;
+  }
 };
 
 // A token tile in one word of shared memory, where every item finds it at once.

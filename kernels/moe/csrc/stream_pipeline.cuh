@@ -67,7 +67,7 @@ struct TileBuffers {
     if (lane == 0) mbarrier_arrive(full + 8 * buffer());
   }
   // Those of the second, which this launch has made, as soon as all of its row tiles are there.
-  __device__ __forceinline__ void fetch(const Arguments& a, int tile, int warp, int lane) {
+  __device__ __forceinline__ void fetch(const Arguments& a, int tile, int bytes, int warp, int lane) {
     begin_fill();
     if (lane != 0) return;
     if (warp != 0) {
@@ -76,9 +76,8 @@ struct TileBuffers {
     }
     wait_for_count(a.ready + tile, a.gate_up.row_tiles * 4);
     fence_async_global();
-    mbarrier_expect(full + 8 * buffer(), ActivationTile<TOKENS>::kBytes);
-    bulk_copy(address(), a.hidden + static_cast<size_t>(tile) * ActivationTile<TOKENS>::kBytes,
-              ActivationTile<TOKENS>::kBytes, full + 8 * buffer());
+    mbarrier_expect(full + 8 * buffer(), bytes);
+    bulk_copy(address(), a.hidden + static_cast<size_t>(tile) * bytes, bytes, full + 8 * buffer());
   }
   __device__ __forceinline__ void next() {
     __syncwarp();

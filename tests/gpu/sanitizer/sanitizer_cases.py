@@ -27,6 +27,7 @@ from antiphon.kernels.moe import chunk_norm, decode, mixed, prefill
 from antiphon.kernels.moe.fp8_weights import TILE, TILES_K, Fp8Experts, Fp8Matrix
 from antiphon.kernels.moe.streamed import (
     DIM,
+    SPLIT_COLUMNS,
     STAGE_BYTES,
     STAGE_WEIGHT_BYTES,
     STAGES,
@@ -113,14 +114,18 @@ def _routing(machine: Machine, tokens: int) -> tuple[Tensor, Tensor]:
     return ids.to(machine.device), torch.rand(tokens, 4).to(_BF16).to(machine.device)
 
 
-def _streamed(machine: Machine) -> StreamedExperts:
-    def matrix(rows: int) -> Tensor:
-        packed = torch.randint(0, 256, (EXPERTS, rows // TILE_ROWS, STAGES, STAGE_BYTES), dtype=torch.uint8)
+def _streamed(machine: Machine, columns: int = DIM) -> StreamedExperts:
+    """Experts, or so many columns of each."""
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        stages = columns * STAGES // DIM
+        packed = torch.randint(0, 256, (EXPERTS, rows // TILE_ROWS, stages, STAGE_BYTES), dtype=torch.uint8)
         packed[..., STAGE_WEIGHT_BYTES:] = _SCALE_BYTE
         return packed.to(machine.device)
 
     return StreamedExperts(
-        *(matrix(2 * DIM), machine.random(EXPERTS, 2 * DIM), matrix(DIM), machine.random(EXPERTS, DIM))
+        *(matrix(2 * columns, DIM), machine.random(EXPERTS, 2 * columns)),
+        *(matrix(DIM, columns), machine.random(EXPERTS, DIM)),
     )
 
 
@@ -186,6 +191,10 @@ def _moe_streamed(machine: Machine) -> None:
     experts = _streamed(machine)
     workspace = decode.MoeWorkspace(40, ALL_EXPERTS, machine.device, FIRST_EXPERT, EXPERTS)
     for tile, tokens in zip(decode.TOKEN_TILES, (1, 7, 16, 40), strict=True):
+        for columns in SPLIT_COLUMNS:
+            x, (ids, weights) = machine.random(tokens, DIM), _routing(machine, tokens)
+            routing = decode.group(x, ids, weights, workspace, decode.LaunchPlan(tile))
+            decode.moe_streamed(routing, _streamed(machine, columns), workspace)
         x, residual = machine.random(tokens, DIM), machine.random(tokens, DIM)
         ids, weights = _routing(machine, tokens)
         for overlap in (True, False):

@@ -1,0 +1,101 @@
+"""Experts that ranks hold columns of, on the GPU: their sum over ranks against the plain op in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor
+
+from antiphon.benchmarks.timing import relative_error
+from antiphon.kernels import reference
+from antiphon.kernels.moe.decode import TOKEN_TILES, LaunchPlan, MoeWorkspace, group, moe_streamed
+from antiphon.kernels.moe.streamed import DIM, SPLIT_COLUMNS, StreamedExperts
+from antiphon.kernels.reference import dequantize_mxfp4
+from antiphon.model.checkpoint.synthesize import synthesize_parameters
+from antiphon.model.config import GptOssConfig
+from antiphon.model.cuda_experts import CheckpointExperts
+from antiphon.model.cuda_weights import collect_parameters, layer_experts
+from antiphon.model.parallel.layout import ParallelLayout
+from antiphon.model.parallel.sharding import shard_parameters
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+EXPERTS = 8
+CONFIG = GptOssConfig(num_hidden_layers=1, num_experts=EXPERTS, vocab_size=64)
+RANKS = dict(zip((2, 4, 8), SPLIT_COLUMNS, strict=True))
+
+
+class Layer:
+    """A layer's experts, whole and by ranks."""
+
+    def __init__(self) -> None:
+        self._parameters = dict(synthesize_parameters(CONFIG, seed=2))
+        self.whole = self._experts(self._parameters.items())
+
+    def _experts(self, parameters: Iterable[tuple[str, Tensor]]) -> CheckpointExperts:
+        return layer_experts(collect_parameters(parameters, torch.device("cuda"), False), 0)
+
+    def rank(self, rank: int, ranks: int) -> CheckpointExperts:
+        """Its columns, padded; the first has the second bias."""
+        return self._experts(
+            shard_parameters(CONFIG, ParallelLayout(ranks, rank=rank), self._parameters.items())
+        )
+
+
+def plain(experts: CheckpointExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    gate_up, down = dequantize_mxfp4(experts.gate_up), dequantize_mxfp4(experts.down)
+    biases = experts.gate_up_bias.float(), experts.down_bias.float()
+    return reference.moe(x.float(), ids, weights.float(), gate_up, biases[0], down, biases[1])
+
+
+@pytest.fixture(scope="module")
+def layer() -> Layer:
+    return Layer()
+
+
+def routed(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, 2880], ids and weights [T, 4]."""
+    torch.manual_seed(tokens)
+    ids = torch.randn(tokens, EXPERTS, device="cuda").topk(4, dim=-1).indices
+    weights = torch.softmax(torch.randn(tokens, 4, device="cuda"), -1).bfloat16()
+    return torch.randn(tokens, DIM, device="cuda").bfloat16(), ids, weights
+
+
+def streamed_form(experts: CheckpointExperts) -> StreamedExperts:
+    matrices = experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias
+    return StreamedExperts.from_checkpoint(*matrices)
+
+
+def decoded(experts: StreamedExperts, x: Tensor, ids: Tensor, weights: Tensor, plan: LaunchPlan) -> Tensor:
+    """In poisoned buffers."""
+    workspace = MoeWorkspace(x.shape[0], EXPERTS, x.device)
+    for poisoned in (workspace.activations, workspace.hidden):
+        poisoned.fill_(0x7F)
+    workspace.partial.fill_(float("nan"))
+    workspace.ready.fill_(2**20)
+    routing = group(x, ids, weights, workspace, plan)
+    return moe_streamed(routing, experts, workspace, torch.full_like(x, float("nan")))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("token_tile", TOKEN_TILES)
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+def test_decoded_parts_add_up_to_whole_experts(
+    layer: Layer, ranks: int, token_tile: int, tokens: int
+) -> None:
+    routing = routed(tokens)
+    total = torch.zeros(tokens, DIM, device="cuda")
+    for rank in range(ranks):
+        part = layer.rank(rank, ranks)
+        converted = streamed_form(part)
+        assert converted.columns == RANKS[ranks]
+        outs = [decoded(converted, *routing, LaunchPlan(token_tile, overlap)) for overlap in (True, False)]
+        assert torch.equal(*outs)
+        assert relative_error(outs[0], plain(part, *routing)) <= 5e-3
+        total += outs[0].float()
+    assert relative_error(total, plain(layer.whole, *routing)) <= 5e-3
