@@ -10,7 +10,7 @@ figure, so that nothing is compiled, connected or captured meanwhile. ``--ways``
 Figures are kept as they come, those of a default that a worker of several GPUs has (steps replayed, chunks
 launched) without ``choices``. What has no time left is left out and said; ends with 1 then. Expected on two
 H200s, not measured: 60 s for gpt-oss-20b and 90 s for gpt-oss-120b with experts dealt out whole, a third of
-it to start; half as much again with split experts.
+it to start.
 
     python -m antiphon.benchmarks.rank_engine --model gpt-oss-20b --layout "TP2 EP2" --out FILE
 """

@@ -214,7 +214,7 @@ def kernels_build(
         str, typer.Option(help="Presets whose Triton kernels are compiled; empty leaves them to the workers.")
     ] = "gpt-oss-20b,gpt-oss-120b",
     layouts: Annotated[
-        str, typer.Option(help="Layouts of workers that Triton kernels are compiled for.")
+        str, typer.Option(help="Layouts of workers that kernels are compiled for.")
     ] = "TP1,TP2,EP2 TP2,TP4,EP4 TP4,TP8,EP8 TP8",
     page_size: Annotated[int, typer.Option(min=16, help="Positions of a KV page.")] = 64,
     max_batch_size: Annotated[int, typer.Option(min=1, help="Sequences decoded together, at most.")] = 256,

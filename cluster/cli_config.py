@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from antiphon.cluster.layout_check import GIB, check_memory, gpus_of, notes, rank_needs, table
+from antiphon.cluster.layout_check import GIB, check_memory, gpus_of, rank_needs, table
 from antiphon.cluster.process_plan import plan_processes
 from antiphon.cluster.resolution import max_context_tokens
 from antiphon.configs.deployment_file import load_deployment
@@ -39,8 +39,6 @@ def check_file(file: Path, gpu_memory_gib: float, node_gpus: int) -> None:
     print(f"{config.model.name} ({source}), GiB of one rank:")
     print(table(needs, memory))
     check_memory(needs, memory)
-    for note in notes(config):
-        print(note)
     gpus = gpus_of(needs)
     takes = f", {gpus} GPUs of {gpu_memory_gib:g} GiB" if gpus else ""
     names = ", ".join(f"{p.worker_id}{f' ({p.ranks} ranks)' if p.ranks > 1 else ''}" for p in processes)

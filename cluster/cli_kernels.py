@@ -38,7 +38,8 @@ def build_kernels(
     Args:
         folder: where workers will look (their ANTIPHON_KERNEL_LIBRARY_DIR); that variable's when None.
         models: presets whose Triton kernels are compiled; none to leave those to the workers.
-        layouts: of workers that they are compiled for, such as ``TP1`` or ``EP4 TP4``.
+        layouts: of workers that they are compiled for, such as ``TP1`` or ``EP4 TP4``; those of split
+            experts only where some layout splits them.
 
     Raises:
         AntiphonError: no nvcc or C compiler, or it failed; no such preset; or no layout, or none of a model.
@@ -47,8 +48,10 @@ def build_kernels(
     if folder is not None:
         os.environ["ANTIPHON_KERNEL_LIBRARY_DIR"] = str(folder.resolve())
     try:
+        splits = any(layout.tensor_parallel > 1 and not layout.expert_parallel for layout in spread)
         for library in LIBRARIES:
-            print(library.build())
+            if library is not moe.SPLIT_LIBRARY or splits:
+                print(library.build())
         if models:
             _build_triton(models, spread, page_size, max_batch_size)
     except KernelLibraryError as error:

@@ -55,16 +55,6 @@ def check_layouts(config: DeploymentConfig, model: GptOssConfig) -> None:
             raise ConfigError(f"{role}.tensor_parallel: {worker.tensor_parallel}: {error}") from error
 
 
-def notes(config: DeploymentConfig) -> list[str]:
-    """What a deployment can do and had better not, a line for each pool."""
-    return [
-        f"{role}.expert_parallel: false with tensor_parallel {worker.tensor_parallel}: experts that are "
-        "split over GPUs run on the portable kernels; dealt out whole they run on those made for the H200"
-        for role, worker in pools(config)
-        if worker.device == "cuda" and worker.tensor_parallel > 1 and not worker.expert_parallel
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class RankNeeds:
     """Bytes of one rank of a pool, the largest of its ranks.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from antiphon.kernels import page_copy, portable_moe
+from antiphon.kernels import page_copy
 from antiphon.kernels.ahead import load_only, missing_kernels, triton_folder
 from antiphon.kernels.attention import fp8_hopper, prefill_hopper
 from antiphon.kernels.attention.decode import DecodeAttention
@@ -29,7 +29,7 @@ from antiphon.kernels.dense.rope import rope_and_write
 from antiphon.kernels.fp8_pages import Fp8Pages, head_bytes
 from antiphon.kernels.ipc.library import LIBRARY as IPC_LIBRARY
 from antiphon.kernels.moe import build as moe_build
-from antiphon.kernels.reference import MXFP4_BLOCK, ExpertMatrix, PagedSequences
+from antiphon.kernels.reference import PagedSequences
 from antiphon.kernels.router import route
 from antiphon.kernels.sampling import choose_tokens
 from antiphon.model.config import GptOssConfig
@@ -85,8 +85,6 @@ class Launches:
         """Make every one of them."""
         self._around()
         self._chunk_attention()
-        if not self._alone and not self._shape.layout.expert_parallel:
-            self._split_experts()
         for batch in range(1, self._shape.max_batch_size + 1):
             self._decode_attention(batch)
             self._sampling(batch)
@@ -106,8 +104,7 @@ class Launches:
             add_rms_norm_(x, torch.empty_like(x), weight, config.rms_norm_eps)
             router = self._empty(config.num_experts, config.hidden_size), self._empty(config.num_experts)
             route(x, *router, config.experts_per_token)
-            if self._alone or self._shape.layout.expert_parallel:  # padding is kept from whole experts
-                route(x, *router, config.experts_per_token, self._zeros(1))
+            route(x, *router, config.experts_per_token, self._zeros(1))
         slots, positions = (self._zeros(32, dtype=torch.int64) for _ in range(2))
         qkv, rotation = (
             self._empty(32, (heads + 2 * self._kv_heads) * width),
@@ -128,29 +125,6 @@ class Launches:
         for window in (None, self._config.sliding_window):
             prefill_attention(
                 *(query, self._cache, sequences, self._sinks(), window, self._config.head_dim**-0.5, 32)
-            )
-
-    def _split_experts(self) -> None:
-        """Of one expert: what a launch is specialised by is not their number, but the pairs that each has."""
-        config, inner = self._config, self._rank.inner_padded
-
-        def matrix(rows: int, columns: int) -> ExpertMatrix:
-            blocks = columns // MXFP4_BLOCK
-            return ExpertMatrix(
-                self._empty(1, rows, blocks, MXFP4_BLOCK // 2, dtype=torch.uint8),
-                self._empty(1, rows, blocks, dtype=torch.uint8),
-            )
-
-        up, down = matrix(2 * inner, config.hidden_size), matrix(config.hidden_size, inner)
-        for tokens in (1, 64):
-            x = self._empty(tokens, config.hidden_size)
-            portable_moe.moe(
-                x,
-                self._zeros(tokens, config.experts_per_token, dtype=torch.int64),
-                self._empty(tokens, config.experts_per_token),
-                *(up, self._empty(1, 2 * inner), down, self._empty(1, config.hidden_size)),
-                residual=torch.empty_like(x),
-                limit=config.swiglu_limit,
             )
 
     def _decode_attention(self, batch: int) -> None:
@@ -205,8 +179,8 @@ def libraries(shape: WorkerShape) -> tuple[CudaLibrary, ...]:
     pages = (page_copy.LIBRARY, IPC_LIBRARY, *((fp8_hopper.LIBRARY,) if shape.fp8_kv else ()))
     if shape.layout.tensor_parallel == 1:
         return (skinny.LIBRARY, moe_build.LIBRARY, prefill_hopper.LIBRARY, *pages)
-    experts = (moe_build.LIBRARY,) if shape.layout.expert_parallel else ()
-    return (prefill_hopper.LIBRARY, *experts, peer_reduce.LIBRARY, *pages)
+    split = () if shape.layout.expert_parallel else (moe_build.SPLIT_LIBRARY,)
+    return (prefill_hopper.LIBRARY, moe_build.LIBRARY, *split, peer_reduce.LIBRARY, *pages)
 
 
 def require_built(config: GptOssConfig, shape: WorkerShape, device: torch.device | str) -> None:

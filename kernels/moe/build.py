@@ -75,6 +75,12 @@ _SPLIT_SIGNATURES: dict[str, tuple[type, ...]] = {
     # gate_up, gate_up_bias, down, down_bias, activations, scale, order, tiles, tile_count, ready, hidden,
     # pair_weight, partial, max_tiles, hidden_columns, token_tile, grid, overlap, stream
     "antiphon_moe_split_experts": (*(_POINTER,) * 13, *(_NUMBER,) * 5, _POINTER),
+    # activations, weights, tops, bias, tiles, tile_count, token_scale, hidden, hidden_columns, tile_rows,
+    # grid, stream
+    "antiphon_moe_split_gate_up": (*(_POINTER,) * 8, *(_NUMBER,) * 3, _POINTER),
+    # hidden, weights, tops, bias, tiles, tile_count, row_weight, rows, hidden_columns, tile_rows, grid,
+    # stream
+    "antiphon_moe_split_down": (*(_POINTER,) * 8, *(_NUMBER,) * 3, _POINTER),
 }
 
 

@@ -38,7 +38,7 @@ class RowExponents:
     """The largest block exponent of every weight row, by which the row is widened.
 
     Attributes:
-        gate_up: [E, 5760] uint8, biased by 127 as in the checkpoint. down: [E, 2880] uint8.
+        gate_up: [E, 2 I] uint8, biased by 127 as in the checkpoint. down: [E, 2880] uint8.
         inexact_blocks: blocks of 32 values whose exponent lies more than 14 below their row's.
         blocks: blocks in all.
     """
@@ -61,7 +61,7 @@ def _row_tops(matrix: ExpertMatrix) -> tuple[Tensor, Tensor]:
     tops = torch.empty(matrix.scales.shape[:2], dtype=torch.uint8, device=matrix.scales.device)
     inexact = torch.zeros((), dtype=torch.int64, device=matrix.scales.device)
     for expert in range(matrix.scales.shape[0]):
-        used = (matrix.blocks[expert] & 0x77).amax(dim=-1) != 0  # [rows, 90]
+        used = (matrix.blocks[expert] & 0x77).amax(dim=-1) != 0  # [rows, blocks]
         exponents = torch.where(used, matrix.scales[expert], 0)
         tops[expert] = exponents.amax(dim=-1)
         apart = tops[expert].to(torch.int16)[:, None] - exponents.to(torch.int16)
@@ -85,6 +85,8 @@ def choose_tile(tokens: int, experts: int) -> int:
 
 class MixedWorkspace:
     """Buffers of one layer's launches; layers use the same ones in turn, on one stream.
+
+    Hidden states of split experts are narrower than what there is room for.
 
     Args:
         max_tokens: largest chunk.
@@ -150,7 +152,7 @@ def moe_mixed(
     out: Tensor | None = None,
     tile: int | None = None,
 ) -> Tensor:
-    """``reference.moe`` with e4m3 operands; the sum of this rank's experts.
+    """``reference.moe`` with e4m3 operands; the sum of this rank's experts or columns.
 
     Activations are rounded to e4m3: x with a scale per token, the gated hidden state with the constant factor
     8, which the clamps of the SwiGLU allow.
@@ -247,17 +249,18 @@ def run_experts(
 ) -> None:
     """Both projections: workspace.activations -> workspace.hidden -> workspace.rows."""
     tiles = (workspace.tiles.data_ptr(), workspace.tile_count.data_ptr())
+    road, columns = ("split", (experts.columns,)) if experts.split else ("mixed", ())
     launch(
-        "mixed_gate_up",
+        f"{road}_gate_up",
         *(workspace.activations.data_ptr(), experts.gate_up.data_ptr(), exponents.gate_up.data_ptr()),
         *(experts.gate_up_bias.data_ptr(), *tiles, workspace.token_scale.data_ptr()),
-        *(workspace.hidden.data_ptr(), tile, workspace.blocks),
+        *(workspace.hidden.data_ptr(), *columns, tile, workspace.blocks),
     )
     launch(
-        "mixed_down",
+        f"{road}_down",
         *(workspace.hidden.data_ptr(), experts.down.data_ptr(), exponents.down.data_ptr()),
         *(experts.down_bias.data_ptr(), *tiles, workspace.row_weight.data_ptr()),
-        *(workspace.rows.data_ptr(), tile, workspace.blocks),
+        *(workspace.rows.data_ptr(), *columns, tile, workspace.blocks),
     )
 
 

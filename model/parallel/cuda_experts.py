@@ -17,6 +17,7 @@ from antiphon.kernels.router import route
 from antiphon.model.config import GptOssConfig
 from antiphon.model.converted_experts import ConvertedExperts
 from antiphon.model.cuda_experts import CheckpointExperts
+from antiphon.model.parallel.layout import RankShape
 from antiphon.model.workspaces import Workspaces
 
 
@@ -83,21 +84,25 @@ class PortableRankExperts:
 
 
 class HopperRankExperts:
-    """The kernels made for GPT-OSS on sm_90, on experts dealt out whole; as ``HopperExpertLayers``.
+    """The kernels made for GPT-OSS on sm_90, on experts dealt out whole or split; as ``HopperExpertLayers``.
 
     Args:
-        experts: the range of expert ids held here.
-        resident_fp8: hold FP8 tiles beside the 4-bit weights and multiply long chunks by them.
+        shape: the range of expert ids and the columns held here.
+        resident_fp8: hold FP8 tiles beside the 4-bit weights and multiply long chunks by them, where experts
+            are whole.
     """
 
     def __init__(
-        self, config: GptOssConfig, experts: range, device: torch.device, resident_fp8: bool
+        self, config: GptOssConfig, shape: RankShape, device: torch.device, resident_fp8: bool
     ) -> None:
         moe_build.LIBRARY.load()
+        split = shape.inner_padded != config.intermediate_size
+        if split:
+            moe_build.SPLIT_LIBRARY.load()
         self._config = config
-        self._range = config.num_experts, device, experts.start, len(experts)
-        self._resident_fp8 = resident_fp8
-        self.road = "Hopper, resident FP8" if resident_fp8 else "Hopper"
+        self._range = config.num_experts, device, shape.experts.start, len(shape.experts)
+        self._resident_fp8 = resident_fp8 and not split
+        self.road = "Hopper, resident FP8" if self._resident_fp8 else "Hopper"
         self.inexact_blocks = self.blocks = 0
         self._routers: list[tuple[Tensor, Tensor]] = []
         self._layers: list[ConvertedExperts] = []

@@ -20,6 +20,7 @@ from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
 from antiphon.kernels.dense.rope import rope_and_write
 from antiphon.kernels.fp8_pages import KvLayer
 from antiphon.kernels.moe import chunk_norm
+from antiphon.kernels.moe.streamed import DIM, SPLIT_COLUMNS
 from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import GptOssConfig
 from antiphon.model.converted_experts import ConvertedExperts
@@ -53,8 +54,10 @@ class RowReduce(Protocol):
 
 
 def takes_hopper_experts(config: GptOssConfig, layout: ParallelLayout, device: torch.device) -> bool:
-    """Whether a rank's experts run on the kernels made for Hopper: those dealt out whole, on an H200."""
-    return layout.expert_parallel and device.type == "cuda" and hopper_obstacle(config, device) is None
+    """Whether a rank's experts run on the kernels made for Hopper: whole or in columns, on an H200."""
+    if device.type != "cuda" or hopper_obstacle(config, device) is not None:
+        return False
+    return layout.shape(config).inner_padded in (DIM, *SPLIT_COLUMNS)
 
 
 class CudaRankTransformer:
@@ -128,7 +131,7 @@ class CudaRankTransformer:
         layers = self.config.num_hidden_layers
         if takes_hopper_experts(self.config, self.layout, self.device):
             self._add_rms_norm_ = chunk_norm.add_rms_norm_  # a launch of Triton's costs the host more
-            hopper = HopperRankExperts(self.config, self.shape.experts, self.device, resident_fp8)
+            hopper = HopperRankExperts(self.config, self.shape, self.device, resident_fp8)
             add_hopper_layers(hopper, tensors, layers, converted)
             return hopper
         if converted is not None:

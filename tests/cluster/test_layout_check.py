@@ -12,7 +12,7 @@ import torch
 from antiphon.cluster import layout_check
 from antiphon.cluster.cli_config import check_file
 from antiphon.cluster.deployment import check_gpus_are_here
-from antiphon.cluster.layout_check import GIB, check_memory, gpus_of, notes, rank_needs
+from antiphon.cluster.layout_check import GIB, check_memory, gpus_of, rank_needs
 from antiphon.cluster.process_plan import plan_processes
 from antiphon.configs.deployment_file import load_deployment
 from antiphon.configs.schema import DeploymentConfig
@@ -59,13 +59,6 @@ def test_every_deployment_that_comes_with_the_project_fits(capsys: pytest.Captur
     assert "gpt-oss-tiny (ships with the project)" in printed
     assert "decode   EP4 TP4      4" in printed
     assert "8 GPUs of 139 GiB: prefill-0 (4 ranks), decode-0 (4 ranks), router-0" in printed
-    assert "portable kernels" not in printed  # each shipped layout runs on the kernels made for its GPU
-
-
-def test_experts_split_over_gpus_are_noted() -> None:
-    pool = {"device": "cuda", "tensor_parallel": 4}
-    (said,) = notes(config(model="tiny", prefill=pool, decode={**pool, "expert_parallel": True}))
-    assert said.startswith("prefill.expert_parallel: false with tensor_parallel 4: experts that are split")
 
 
 def test_what_a_cpu_rank_takes_is_what_it_then_holds() -> None:

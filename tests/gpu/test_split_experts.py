@@ -10,7 +10,9 @@ from torch import Tensor
 
 from antiphon.benchmarks.timing import relative_error
 from antiphon.kernels import reference
+from antiphon.kernels.moe import mixed
 from antiphon.kernels.moe.decode import TOKEN_TILES, LaunchPlan, MoeWorkspace, group, moe_streamed
+from antiphon.kernels.moe.mixed import MixedWorkspace, RowExponents, moe_mixed
 from antiphon.kernels.moe.streamed import DIM, SPLIT_COLUMNS, StreamedExperts
 from antiphon.kernels.reference import dequantize_mxfp4
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
@@ -99,3 +101,22 @@ def test_decoded_parts_add_up_to_whole_experts(
         assert relative_error(outs[0], plain(part, *routing)) <= 5e-3
         total += outs[0].float()
     assert relative_error(total, plain(layer.whole, *routing)) <= 5e-3
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("tile", mixed.TILES)
+@pytest.mark.parametrize("tokens", [5, 300, 1024])
+def test_a_chunks_parts_add_up_to_whole_experts(layer: Layer, ranks: int, tile: int, tokens: int) -> None:
+    x, ids, weights = routed(tokens)
+    workspace = MixedWorkspace(tokens, EXPERTS, x.device)
+    total = torch.zeros(tokens, DIM, device="cuda")
+    for rank in range(ranks):
+        part = layer.rank(rank, ranks)
+        for poisoned in (workspace.activations, workspace.hidden):
+            poisoned.fill_(0x7F)
+        workspace.rows.fill_(float("nan"))
+        converted, exponents = streamed_form(part), RowExponents.from_checkpoint(part.gate_up, part.down)
+        out = moe_mixed(x, ids, weights, converted, exponents, workspace, tile=tile)
+        assert relative_error(out, plain(part, x, ids, weights)) <= 4e-2
+        total += out.float()
+    assert relative_error(total, plain(layer.whole, x, ids, weights)) <= 4e-2

@@ -103,11 +103,11 @@ def test_every_kernel_of_the_fast_model_is_launched(tmp_path: Path) -> None:
     own = ("sampling.py", "router.py", "dense/norm.py", "dense/rope.py")
     own += ("attention/decode.py", "attention/split_parts.py")
     assert alone == launched(*own)
-    assert with_ranks == alone | launched("portable_moe.py", "attention/prefill.py")
+    assert with_ranks == alone | launched("attention/prefill.py")
     assert fp8 == with_ranks - launched("attention/prefill.py") | launched("attention/widen.py")
     assert small_fp8 == with_ranks | launched("attention/widen.py", "attention/decode_fp8.py")
     assert len(alone) >= 9
-    assert len(with_ranks) >= 13
+    assert len(with_ranks) >= 10
 
 
 FP8_KERNELS = """
@@ -138,11 +138,9 @@ def test_the_kernels_of_fp8_pages_compile_for_an_h200(tmp_path: Path) -> None:
     assert compiled.split() == ["_decode_full_fp8", "_merge_splits", "_widen_pages", "_rope_and_write"]
 
 
-def test_padding_is_routed_where_experts_are_whole(tmp_path: Path) -> None:
-    """As ``HopperExpertLayers`` and ``HopperRankExperts`` do, and ``PortableRankExperts`` does not."""
-    alone, dealt_out, split = run(tmp_path, ROUTERS)
-    assert alone == dealt_out == "(False, 16) (False, 32) (True, 16) (True, 32)"
-    assert split == "(False, 16) (False, 32)"
+def test_padding_is_routed_in_every_layout(tmp_path: Path) -> None:
+    """As ``HopperExpertLayers`` and ``HopperRankExperts`` do."""
+    assert set(run(tmp_path, ROUTERS)) == {"(False, 16) (False, 32) (True, 16) (True, 32)"}
 
 
 def test_a_folder_that_was_never_built_is_refused(tmp_path: Path) -> None:
@@ -189,7 +187,7 @@ def test_a_worker_that_lacks_kernels_of_its_layout_names_them(tmp_path: Path) ->
     assert "ADD=False" not in triton, "what was built is not missing"
     assert re.search(r"_rope_and_write\[Q=32, G=4, PAGE=64, DIM=64, HEAD_BLOCK=64, FP8=False\]", triton)
     assert re.search(r" and \d+ more; run `antiphon kernels build --layouts \"TP2\" --page-size 64 ", triton)
-    assert re.match(r"CUDA libraries that were not built: prefill_attention-[0-9a-f]{16}\.so, peer", cuda)
+    assert re.match(r"CUDA libraries that were not built: prefill_attention-[0-9a-f]{16}\.so, moe-", cuda)
 
 
 def test_which_libraries_a_layout_needs() -> None:
@@ -204,10 +202,10 @@ def test_which_libraries_a_layout_needs() -> None:
     )
     assert run(Path("/nowhere"), code) == [
         "skinny moe prefill_attention page_copy ipc",
-        "prefill_attention peer_reduce page_copy ipc",
+        "prefill_attention moe moe_split peer_reduce page_copy ipc",
         "prefill_attention moe peer_reduce page_copy ipc",
         "skinny moe prefill_attention page_copy ipc fp8_attention",
-        "prefill_attention peer_reduce page_copy ipc fp8_attention",
+        "prefill_attention moe moe_split peer_reduce page_copy ipc fp8_attention",
     ]
 
 

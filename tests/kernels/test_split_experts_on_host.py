@@ -11,6 +11,7 @@ from torch import Tensor
 
 from antiphon.kernels import reference
 from antiphon.kernels.moe.decode import TOKEN_TILES, max_tiles
+from antiphon.kernels.moe.mixed import ROW_BYTES, TILES, RowExponents
 from antiphon.kernels.moe.streamed import DIM, SPLIT_COLUMNS, StreamedExperts
 from antiphon.kernels.reference import MXFP4_BLOCK, ExpertMatrix, dequantize_mxfp4
 
@@ -22,7 +23,8 @@ GUARD = 4096
 
 @pytest.fixture(scope="module")
 def library(compile_for_host: Callable[..., Any]) -> Any:
-    sources = ("split/stream_split.cu", "routing.cu", "combine.cu", "split_tokens.cu")
+    sources = ("split/stream_split.cu", "routing.cu", "combine.cu", "split_tokens.cu", "split/mixed_split.cu")
+    sources += ("mixed_quantise.cu", "fp8_route.cu")
     return compile_for_host([f"moe/csrc/{name}" for name in sources])
 
 
@@ -139,9 +141,69 @@ def test_the_widest_tile_of_one_rank(library: Any, layer: Part) -> None:
     assert error(out, part.plain(*routed(2))) <= 4e-3
 
 
-@pytest.mark.parametrize("tile", TOKEN_TILES)
-def test_columns_that_pad_add_exactly_nothing(library: Any, tile: int) -> None:
-    empty = Part(
+def chunk(library: Any, part: Part, x: Tensor, ids: Tensor, weights: Tensor, tile: int) -> Tensor:
+    """[T, 2880] float32: what the weighted rows of a chunk's kernels add up to, in poisoned buffers."""
+    experts, tops = part.streamed(), RowExponents.from_checkpoint(part.gate_up, part.down)
+    tokens, pairs, columns = x.shape[0], ids.numel(), experts.columns
+    most = pairs // tile + EXPERTS
+    rank, slots = (torch.full((pairs,), -(2**30), dtype=torch.int32) for _ in range(2))
+    counts, first_tile = (torch.full((EXPERTS,), -(2**30), dtype=torch.int32) for _ in range(2))
+    tiles = torch.full((most, 4), -(2**30), dtype=torch.int32)
+    tile_count, ticket = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+    activations = torch.full((most * tile * ROW_BYTES,), 0x7F, dtype=torch.uint8)
+    hidden = torch.full((most * tile * columns + GUARD,), 0x7F, dtype=torch.uint8)
+    token_scale, row_weight = (torch.full((most * tile,), float("nan")) for _ in range(2))
+    rows = torch.full((most * tile, DIM), float("nan")).bfloat16()
+    library.call(
+        "moe_fp8_rank",
+        *(ids, rank, counts, first_tile, tiles, tile_count, ticket, pairs, 0, EXPERTS, tile),
+    )
+    library.call(
+        "moe_mixed_quantise",
+        *(x, ids, weights, rank, first_tile, activations, token_scale, row_weight, slots),
+        *(tokens, 0, EXPERTS, tile),
+    )
+    library.call(
+        "moe_split_gate_up",
+        *(activations, experts.gate_up, tops.gate_up, experts.gate_up_bias, tiles, tile_count),
+        *(token_scale, hidden, columns, tile, BLOCKS),
+    )
+    library.call(
+        "moe_split_down",
+        *(hidden, experts.down, tops.down, experts.down_bias, tiles, tile_count, row_weight, rows),
+        *(columns, tile, BLOCKS),
+    )
+    assert (hidden[-GUARD:] == 0x7F).all()
+    placed = slots.reshape(tokens, 4).long()
+    return torch.where((placed >= 0)[..., None], rows[placed].float(), 0.0).sum(1)
+
+
+@pytest.mark.parametrize(("ranks", "tile"), [(2, 32), (4, 48), (8, 32)])
+def test_a_chunks_parts_of_split_experts_add_up_to_whole_ones(
+    library: Any, layer: Part, ranks: int, tile: int
+) -> None:
+    x, ids, weights = routed(2)
+    total = torch.zeros(2, DIM)
+    for rank in range(ranks):
+        part = layer.rank(rank, ranks)
+        out = chunk(library, part, x, ids, weights, tile)
+        assert error(out, part.plain(x, ids, weights)) <= 4e-2
+        total += out
+    assert error(total, layer.plain(x, ids, weights)) <= 4e-2
+
+
+@pytest.mark.parametrize(("ranks", "tile"), [(8, 64), (2, 160), (8, 160), (4, 256), (8, 288)])
+def test_chunks_of_one_rank_with_wider_tiles(library: Any, layer: Part, ranks: int, tile: int) -> None:
+    part = layer.rank(ranks - 1, ranks)
+    x, ids, weights = routed(1)
+    out = chunk(library, part, x, ids, weights, tile)
+    assert error(out, part.plain(x, ids, weights)) <= 4e-2
+
+
+@pytest.fixture
+def empty() -> Part:
+    """Nothing but padding."""
+    return Part(
         *(
             ExpertMatrix(torch.zeros(EXPERTS, 768, 90, 16).byte(), torch.zeros(EXPERTS, 768, 90).byte()),
             torch.zeros(EXPERTS, 768).bfloat16(),
@@ -149,10 +211,24 @@ def test_columns_that_pad_add_exactly_nothing(library: Any, tile: int) -> None:
             torch.zeros(EXPERTS, DIM).bfloat16(),
         )
     )
+
+
+@pytest.mark.parametrize("tile", TOKEN_TILES)
+def test_columns_that_pad_add_exactly_nothing(library: Any, empty: Part, tile: int) -> None:
     assert not decoded(library, empty.streamed(), *routed(1), tile).any()
 
 
-@pytest.mark.parametrize("columns", [0, 100, 3072])
+@pytest.mark.parametrize("tile", [TILES[0], TILES[-1]])
+def test_columns_that_pad_add_exactly_nothing_in_chunks(library: Any, empty: Part, tile: int) -> None:
+    assert not chunk(library, empty, *routed(1), tile).any()
+
+
+@pytest.mark.parametrize("columns", [0, 100, 192, 3072])
 def test_other_widths_are_refused(library: Any, columns: int) -> None:
-    with pytest.raises(AssertionError, match="moe_split_experts refused the launch"):
-        library.call("moe_split_experts", *[None] * 13, 1, columns, 8, BLOCKS, 0)
+    for name, pointers, sizes in (
+        ("moe_split_experts", 13, (1, columns, 8, BLOCKS, 0)),
+        ("moe_split_gate_up", 8, (columns, 32, BLOCKS)),
+        ("moe_split_down", 8, (columns, 32, BLOCKS)),
+    ):
+        with pytest.raises(AssertionError, match=f"{name} refused the launch"):
+            library.call(name, *[None] * pointers, *sizes)

@@ -54,7 +54,8 @@ def hopper_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_transformer, "hopper_obstacle", lambda *_: None)
     monkeypatch.setattr(cuda_experts, "MoeWorkspace", lambda *_: None)
     monkeypatch.setattr(rank_experts, "MoeWorkspace", lambda *_: None)
-    monkeypatch.setattr(rank_experts.moe_build, "LIBRARY", SimpleNamespace(load=lambda: None))
+    for library in ("LIBRARY", "SPLIT_LIBRARY"):
+        monkeypatch.setattr(rank_experts.moe_build, library, SimpleNamespace(load=lambda: None))
     for module in (rank_transformer, rank_load):
         monkeypatch.setattr(module, "takes_hopper_experts", lambda *_: True)
 
@@ -102,6 +103,27 @@ def test_the_ranks_of_dealt_out_experts(checkpoint: Path, tmp_path: Path) -> Non
         shard = read_shard(open_checkpoint(checkpoint), layout)
         in_memory = rank_transformer.CudaRankTransformer(SHAPE, layout, group, shard, CPU)
         assert_all_equal([in_memory, *loaded])
+
+
+def test_the_ranks_of_split_experts_convert_their_columns_and_keep_nothing(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    cache = WeightCache(tmp_path, 1 << 40)
+    store: Any = None
+    for rank in range(2):
+        group: Any = SimpleNamespace(rank=rank, size=2)
+        loaded = rank_load.load_cuda_rank(
+            *(checkpoint, ParallelLayout(2, rank=rank), group, store, CPU),
+            peer_memory=False,
+            resident_fp8=True,
+            weight_cache=cache,
+        )
+        assert isinstance(loaded._experts, rank_experts.HopperRankExperts)
+        assert loaded._experts.road == "Hopper", "FP8 tiles are of whole experts"
+        layers = loaded._experts._layers
+        assert {(layer.streamed.columns, layer.fp8) for layer in layers} == {(1536, None)}
+        assert bool(layers[0].streamed.down_bias.any()) == (rank == 0)
+    assert not cache.files()
 
 
 def test_converted_experts_are_refused_where_they_are_of_no_use(checkpoint: Path) -> None:

@@ -17,6 +17,7 @@ from antiphon.kernels.reference import MXFP4_BLOCK
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.config import GptOssConfig, preset
 from antiphon.model.cuda_experts import CheckpointExperts
+from antiphon.model.cuda_roads import hopper_shape_obstacle
 from antiphon.model.cuda_weights import collect_parameters, layer_experts
 from antiphon.model.parallel import cuda_transformer
 from antiphon.model.parallel.cuda_experts import PortableRankExperts
@@ -35,17 +36,18 @@ ONE_LAYER = GptOssConfig(
 
 @pytest.mark.parametrize("ranks", PADDED)
 @pytest.mark.parametrize("model", MODELS)
-def test_experts_dealt_out_whole_take_the_kernels_made_for_them_and_split_ones_cannot(
+def test_experts_take_the_kernels_made_for_an_h200_dealt_out_whole_and_split(
     model: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Split ones keep to Triton, on an H200 too."""
-    monkeypatch.setattr(cuda_transformer, "hopper_obstacle", lambda config, device: None)
+    monkeypatch.setattr(cuda_transformer, "hopper_obstacle", lambda config, _: hopper_shape_obstacle(config))
+    assert not takes_hopper_experts(ONE_LAYER, ParallelLayout(ranks), torch.device("cuda", 0))
     config, device = preset(model), torch.device("cuda", 0)
     for rank in range(ranks):
         split, whole = (ParallelLayout(ranks, experts, rank) for experts in (False, True))
         assert takes_hopper_experts(config, whole, device)
         assert not takes_hopper_experts(config, whole, torch.device("cpu"))
-        assert not takes_hopper_experts(config, split, device)
+        assert takes_hopper_experts(config, split, device)
+        assert not takes_hopper_experts(config, split, torch.device("cpu"))
         assert whole.shape(config).inner_padded == DIM
         assert len(whole.shape(config).experts) == config.num_experts // ranks
         assert split.shape(config).inner_padded == PADDED[ranks]

@@ -25,12 +25,13 @@ __device__ __forceinline__ float row_factor(int top) {  // 2^(top - 127 - kTopEx
 }
 
 // Rows alternate gate, up; the thread holds both of one hidden column. N tokens from the tile's `first` on.
-template <typename S, int N>
+template <typename S, int N, bool SPLIT>
 __device__ __forceinline__ void store_hidden(const Arguments& a, const Work& work, int first, const float* acc,
                                              const float* scales, const RowTerms& terms, int row_tile) {
   const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int tiles = SPLIT ? a.hidden_spans * kSpanTiles : kTilesK;
   uint8_t* tile = static_cast<uint8_t*>(a.out) +
-                  (static_cast<size_t>(work.tile_m) * kTilesK + row_tile / 4) * S::kTileBytes;
+                  (static_cast<size_t>(work.tile_m) * tiles + row_tile / 4) * S::kTileBytes;
   const int column = row_tile % 4 * 32 + warp * 8 + g / 4 * 4;
 #pragma unroll
   for (int j = 0; j < N / 8; j += 2) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ void store_weighted(const Arguments& a, const Work& w
 }
 
 // A thread's two weight rows of a tile: what is needed before the products, and the store after them.
-template <typename S, bool GATED>
+template <typename S, bool GATED, bool SPLIT>
 struct Rows {
   static constexpr int kApart = GATED ? 1 : 8;
   const uint8_t* terms;
@@ -117,7 +118,7 @@ struct Rows {
       of_rows.bias[i] = __bfloat162float(bias[row + i * kApart]);
     }
     if constexpr (GATED) {
-      store_hidden<S, N>(a, work, first, acc, of_tokens, of_rows, row_tile);
+      store_hidden<S, N, SPLIT>(a, work, first, acc, of_tokens, of_rows, row_tile);
     } else {
       store_weighted<S, N>(a, work, first, acc, of_tokens, of_rows, row_tile);
     }

@@ -16,6 +16,8 @@ constexpr int kStagePairs = 3;      // of the streamed format: stages of 192 col
 constexpr int kStages = kPairs / kStagePairs;
 constexpr int kStageWeightBytes = kStagePairs * 2048;
 constexpr int kStageBytes = kStageWeightBytes + kStagePairs * 128;
+constexpr int kSpanColumns = 384;   // the second projection of split experts has whole spans of columns,
+constexpr int kSpanTiles = kSpanColumns / fp8::kTileK, kSpanStages = kSpanColumns / (64 * kStagePairs);  // of each
 
 // A block: GROUPS consumer warpgroups of 64 weight rows each, and TILE_ROWS tokens at most.
 template <int GROUPS, int TILE_ROWS, int TOKEN_SLOTS, int WEIGHT_SLOTS, int REGISTERS>
@@ -42,15 +44,16 @@ struct Shape {
 };
 
 struct Arguments {
-  const uint8_t* activations;  // [tiles, 23, tile bytes]
-  const uint8_t* weights;      // [experts, row_tiles, kStages, kStageBytes]
+  const uint8_t* activations;  // [tiles, K tiles, tile bytes]
+  const uint8_t* weights;      // [experts, row_tiles, stages, kStageBytes]
   const uint8_t* tops;         // [experts, row_tiles * 64] the largest scale of each row
   const __nv_bfloat16* bias;   // [experts, row_tiles * 64]
   const TokenTile* tiles;
   const int* tile_count;
   const float* row_factor;     // [tiles * tile rows] by slot: the token's scale, or its routing weight
-  void* out;                   // e4m3 [tiles, 23, tile bytes], or bf16 [tiles * tile rows, 2880]
+  void* out;                   // e4m3 [tiles, K tiles, tile bytes], or bf16 [tiles * tile rows, 2880]
   int row_tiles;
+  int hidden_spans;            // of the second projection of split experts
 
   template <typename S>
   __device__ __forceinline__ int tiles_n() const {
@@ -61,7 +64,7 @@ struct Arguments {
 // From the pointers that launchers are given.
 inline Arguments arguments(const void* activations, const void* weights, const void* tops, const void* bias,
                            const void* tiles, const int* tile_count, const float* row_factor, void* out,
-                           int row_tiles) {
+                           int row_tiles, int hidden_spans) {
   return {static_cast<const uint8_t*>(activations),
           static_cast<const uint8_t*>(weights),
           static_cast<const uint8_t*>(tops),
@@ -70,7 +73,8 @@ inline Arguments arguments(const void* activations, const void* weights, const v
           tile_count,
           row_factor,
           out,
-          row_tiles};
+          row_tiles,
+          hidden_spans};
 }
 
 struct Work {
@@ -126,16 +130,17 @@ __device__ __forceinline__ void stream_terms(const Arguments& a, const Work& wor
   at.advance();
 }
 
-template <typename S>
+template <typename S, bool GATED, bool SPLIT>
 __device__ __forceinline__ void stream_tokens(const Arguments& a, int total, const Shared& s, uint8_t* terms) {
   Cursor<S::kTokenSlots> at;
   Cursor<S::kTermSlots> terms_at;
+  const int tiles = SPLIT && !GATED ? a.hidden_spans * kSpanTiles : kTilesK;
   for (int index = blockIdx.x; index < total; index += gridDim.x) {
     const Work work = work_at<S>(a, index);
     stream_terms<S>(a, work, s, terms, terms_at);
     const uint32_t bytes = (work.rows + 15) / 16 * 16 * fp8::kTileK;
-    const uint8_t* source = a.activations + static_cast<size_t>(work.tile_m) * kTilesK * S::kTileBytes;
-    for (int k = 0; k < kTilesK; ++k) {
+    const uint8_t* source = a.activations + static_cast<size_t>(work.tile_m) * tiles * S::kTileBytes;
+    for (int k = 0; k < tiles; ++k) {
       const uint32_t ready = s.token_full + 8 * at.slot;
       mbarrier_wait(s.token_empty + 8 * at.slot, at.parity ^ 1);
       mbarrier_expect(ready, bytes);
@@ -145,20 +150,21 @@ __device__ __forceinline__ void stream_tokens(const Arguments& a, int total, con
   }
 }
 
-template <typename S>
+template <typename S, bool GATED, bool SPLIT>
 __device__ __forceinline__ void stream_weights(const Arguments& a, int total, const Shared& s) {
   Cursor<S::kWeightSlots> at;
+  const int stages = SPLIT && !GATED ? a.hidden_spans * kSpanStages : kStages;
   for (int index = blockIdx.x; index < total; index += gridDim.x) {
     const Work work = work_at<S>(a, index);
-    const uint8_t* expert = a.weights + static_cast<size_t>(work.expert) * a.row_tiles * kStages * kStageBytes;
-    for (int stage = 0; stage < kStages; ++stage) {
+    const uint8_t* expert = a.weights + static_cast<size_t>(work.expert) * a.row_tiles * stages * kStageBytes;
+    for (int stage = 0; stage < stages; ++stage) {
       const uint32_t ready = s.weight_full + 8 * at.slot, target = s.weights + at.slot * S::kSlotBytes;
       mbarrier_wait(s.weight_empty + 8 * at.slot, at.parity ^ 1);
       mbarrier_expect(ready, S::kSlotBytes);
 #pragma unroll
       for (int group = 0; group < S::kGroups; ++group) {  // rows beyond the matrix: the last ones again
         const int row_tile = min(work.tile_n * S::kGroups + group, a.row_tiles - 1);
-        bulk_copy(target + group * kStageBytes, expert + (row_tile * kStages + stage) * kStageBytes, kStageBytes, ready);
+        bulk_copy(target + group * kStageBytes, expert + (row_tile * stages + stage) * kStageBytes, kStageBytes, ready);
       }
       at.advance();
     }

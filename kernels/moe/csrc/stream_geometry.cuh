@@ -8,6 +8,7 @@ namespace antiphon::stream {
 constexpr int kTileRows = 64;
 constexpr int kStageBlocks = 6;
 constexpr int kStageColumns = kStageBlocks * 32;
+constexpr int kSplitColumns = 2 * kStageColumns;  // columns of split experts are a multiple of so many, for all roads
 constexpr int kStages = kBlocks / kStageBlocks;  // 15 per row tile
 constexpr int kStageWeightBytes = kStageBlocks * kTileRows * 16;
 constexpr int kStageBytes = kStageWeightBytes + kStageBlocks * kTileRows;  // weights, then scales

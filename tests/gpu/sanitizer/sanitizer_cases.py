@@ -213,8 +213,10 @@ def _moe_mixed(machine: Machine) -> None:
     ]
     exponents = mixed.RowExponents(*tops, inexact_blocks=0, blocks=1)
     workspace = mixed.MixedWorkspace(45, ALL_EXPERTS, machine.device, FIRST_EXPERT, EXPERTS)
-    for tile in mixed.TILES:
+    for tile, columns in zip(mixed.TILES, SPLIT_COLUMNS * 2, strict=True):
         x, (ids, weights) = machine.random(45, DIM), _routing(machine, 45)
+        part = mixed.RowExponents(tops[0][:, : 2 * columns].contiguous(), tops[1], 0, 1)
+        mixed.moe_mixed(x, ids, weights, _streamed(machine, columns), part, workspace, tile=tile)
         mixed.moe_mixed(x, ids, weights, experts, exponents, workspace, tile=tile)
     mixed.moe_add_rms_norm_(
         *(x, ids, weights, experts, exponents, workspace, machine.random(45, DIM), machine.random(DIM), 1e-5)

@@ -10,7 +10,7 @@ extern "C" int antiphon_moe_split_experts(const void* gate_up, const void* gate_
                                           void* hidden, const void* pair_weight, float* partial, int max_tiles,
                                           int hidden_columns, int token_tile, int grid, int overlap, void* stream) {
   using namespace antiphon::stream;
-  if (hidden_columns < kStageColumns || hidden_columns > kDim || hidden_columns % kStageColumns != 0)
+  if (hidden_columns < kSplitColumns || hidden_columns > kDim || hidden_columns % kSplitColumns != 0)
     return cudaErrorInvalidValue;
   const Arguments a = arguments(gate_up, gate_up_bias, down, down_bias, tokens, scale, order, tiles, tile_count, ready,
                                 hidden, pair_weight, partial, max_tiles, hidden_columns);
