@@ -181,10 +181,11 @@ def _weights_of(
         size = DTYPE_BYTES[config.model.dtype]
         return (rest // 2 + values) * size
     projections = _projection_bytes(model) if worker.fp8_projections else 0
-    if worker.fp8_experts == "resident":
+    splits = worker.tensor_parallel > 1 and not worker.expert_parallel
+    if worker.fp8_experts == "resident" and not splits:
         return sum(stored.values()) + projections + values
-    # A byte for the exponent of every row.
-    return sum(stored.values()) + projections + values // model.hidden_size
+    # A byte for the exponent of every row, which has a bias of two.
+    return sum(stored.values()) + projections + stored.get(TensorKind.EXPERT_BIAS, 0) // 2
 
 
 def _projection_bytes(model: GptOssConfig) -> int:

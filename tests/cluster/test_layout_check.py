@@ -19,7 +19,9 @@ from antiphon.configs.schema import DeploymentConfig
 from antiphon.demo.shape import MODEL_NAME, TINY
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.model.config import PRESETS
+from antiphon.model.parallel.layout import ParallelLayout
 from antiphon.model.parallel.reduce_limits import ReduceLimits
+from antiphon.model.parallel.sizes import rank_bytes
 from antiphon.model.transformer import Transformer
 from antiphon.protocol.errors import ConfigError
 
@@ -80,7 +82,7 @@ def test_a_gpu_that_is_too_small_is_named_with_what_would_be_on_it() -> None:
     resident = config(prefill={"fp8_experts": "resident"})
     with pytest.raises(ConfigError, match=r"1\d\d\.\d GiB on one GPU of 139\.0 GiB \(1 x prefill TP1: 1"):
         check_memory(rank_needs(resident, PRESETS["gpt-oss-120b"]))
-    spread = config(prefill={"fp8_experts": "resident", "tensor_parallel": 2})
+    spread = config(prefill={"fp8_experts": "resident", "tensor_parallel": 2, "expert_parallel": True})
     check_memory(rank_needs(spread, PRESETS["gpt-oss-120b"]))
     shared = {"gpu_share": 0.5}
     twice = rank_needs(config(prefill=shared, decode=shared), PRESETS["gpt-oss-120b"])
@@ -92,6 +94,17 @@ def test_a_gpu_that_is_too_small_is_named_with_what_would_be_on_it() -> None:
     assert gpus_of(crowd) == 2
     with pytest.raises(ConfigError, match="2 x decode TP1"):
         check_memory(crowd, 30 * GIB)
+
+
+def test_split_experts_are_held_in_one_form_whatever_is_asked_for() -> None:
+    model = PRESETS["gpt-oss-120b"]
+    widened, resident = (
+        rank_needs(config(prefill={"fp8_experts": form, "tensor_parallel": 8}), model)[0].weights
+        for form in ("widened", "resident")
+    )
+    stored = rank_bytes(model, ParallelLayout(8), with_unembedding=False)
+    exponents = model.num_hidden_layers * model.num_experts * (2 * 384 + model.hidden_size)
+    assert widened == resident == sum(stored.values()) + exponents
 
 
 def test_captured_chunks_are_counted_where_prompts_are_computed() -> None:
