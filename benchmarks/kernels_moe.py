@@ -1,7 +1,8 @@
 """The MoE kernels on one GPU: error against the plain op, time a layer, and ratio to the memory floor.
 
-Run: ``python -m antiphon.benchmarks.kernels_moe [--tune] [--out FILE [--commit ID]]``. Weights and routings
-rotate over several layers inside one CUDA graph, so that L2 serves none of them.
+Run: ``python -m antiphon.benchmarks.kernels_moe [--tune] [--columns N] [--out FILE [--commit ID]]``. Weights
+and routings rotate over several layers inside one CUDA graph, so that L2 serves none of them. With
+``--columns`` 1536, 768 or 384, decode steps alone, of one of 2, 4 or 8 ranks that split every expert.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from torch import Tensor
 from antiphon.benchmarks.timing import graph_time_us, relative_error
 from antiphon.kernels import reference
 from antiphon.kernels.moe import decode, prefill
-from antiphon.kernels.moe.build import LIBRARY
+from antiphon.kernels.moe.build import LIBRARY, SPLIT_LIBRARY
 from antiphon.kernels.moe.decode import LaunchPlan, MoeWorkspace, Routing
 from antiphon.kernels.moe.fp8_weights import Fp8Experts, Fp8Matrix, widen_matrix
 from antiphon.kernels.moe.prefill import Fp8Workspace
-from antiphon.kernels.moe.streamed import DIM, StreamedExperts
+from antiphon.kernels.moe.streamed import DIM, SPLIT_COLUMNS, StreamedExperts
 from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
 
 BYTES_PER_S = 4.8e12
 FP8_FLOPS = 1979e12
-EXPERT_BYTES = 3 * DIM * (DIM // 2 + DIM // 32)
+COLUMN_BYTES = 3 * (DIM // 2 + DIM // 32)
+"""Of one column of an expert's intermediate size in MXFP4."""
 BOUND = 5e-3
 FP8_BOUND = 4e-2
 Record = dict[str, object]
@@ -46,17 +48,17 @@ class Layer:
     workspace: MoeWorkspace
 
 
-def random_matrix(experts: int, rows: int) -> ExpertMatrix:
+def random_matrix(experts: int, rows: int, columns: int = DIM) -> ExpertMatrix:
     """Random codes; scales such that activations keep their size."""
-    blocks = torch.randint(0, 256, (experts, rows, DIM // 32, 16), dtype=torch.uint8, device="cuda")
-    scales = torch.randint(117, 121, (experts, rows, DIM // 32), device="cuda").to(torch.uint8)
+    blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, device="cuda")
+    scales = torch.randint(117, 121, (experts, rows, columns // 32), device="cuda").to(torch.uint8)
     return ExpertMatrix(blocks, scales)
 
 
-def random_layer(experts: int, max_tokens: int) -> tuple[Layer, ExpertMatrix, ExpertMatrix]:
-    """A layer and its checkpoint matrices."""
-    gate_up, down = random_matrix(experts, 2 * DIM), random_matrix(experts, DIM)
-    gate_up_bias = torch.randn(experts, 2 * DIM, device="cuda") * 0.5
+def random_layer(experts: int, max_tokens: int, columns: int) -> tuple[Layer, ExpertMatrix, ExpertMatrix]:
+    """A layer and its checkpoint matrices, of so many columns of the intermediate size."""
+    gate_up, down = random_matrix(experts, 2 * columns), random_matrix(experts, DIM, columns)
+    gate_up_bias = torch.randn(experts, 2 * columns, device="cuda") * 0.5
     down_bias = torch.randn(experts, DIM, device="cuda") * 0.5
     return (
         Layer(
@@ -114,7 +116,7 @@ def measure(layers: list[Layer], tokens: int, plan: LaunchPlan, rounds: int) -> 
             ],
             rounds=rounds,
         ),
-        "floor": distinct / len(layers) * EXPERT_BYTES / BYTES_PER_S * 1e6,
+        "floor": distinct / len(layers) * layers[0].experts.columns * COLUMN_BYTES / BYTES_PER_S * 1e6,
     }
 
 
@@ -132,7 +134,7 @@ def decode_point(
     error = layer_error(first, *matrices, x, routing)
     times = measure(layers, tokens, plan, rounds=max(1, 64 // (len(layers) * tokens)))
     print(
-        f"{model:5s} B={tokens:<4d} tile={plan.token_tile:<2d} "
+        f"{model:5s} {first.experts.columns:4d} columns B={tokens:<4d} tile={plan.token_tile:<2d} "
         f"pdl={int(plan.overlap)} err {error:8.1e} {'ok ' if error <= BOUND else 'BAD'}"
         f" layer {times['layer']:7.1f} route {times['route']:5.1f}"
         f" floor {times['floor']:6.1f} us  {times['floor'] / times['layer']:.2f}",
@@ -141,6 +143,7 @@ def decode_point(
     return {
         "bench": "kernel",
         "kernel": "moe_streamed",
+        "expert_columns": first.experts.columns,
         "resident_weights": "mxfp4",
         "model": model,
         "batch": tokens,
@@ -168,10 +171,10 @@ def plans_to_try(tokens: int, experts: int, tune: bool) -> list[LaunchPlan]:
 
 
 def decode_table(
-    model: str, experts: int, layer_count: int, batches: tuple[int, ...], tune: bool
+    model: str, experts: int, layer_count: int, batches: tuple[int, ...], tune: bool, columns: int = DIM
 ) -> list[Record]:
     """Every batch size of one model's shape."""
-    built = [random_layer(experts, max(batches)) for _ in range(layer_count)]
+    built = [random_layer(experts, max(batches), columns) for _ in range(layer_count)]
     layers = [layer for layer, _, _ in built]
     matrices = built[0][1:]
     return [
@@ -261,13 +264,13 @@ def prefill_table(model: str, experts: int, layer_count: int, chunks: tuple[int,
     return [prefill_point(model, layers, workspace, experts, tokens) for tokens in chunks]
 
 
-def stamped(rows: list[Record], commit: str | None) -> list[Record]:
+def stamped(rows: list[Record], commit: str | None, ranks: int = 1) -> list[Record]:
     """The rows with what they were measured on; the commit is the checkout's unless it is given."""
     if commit is None:
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         commit = git.stdout.strip()
     common: Record = {
-        "layout": "TP1 EP1",
+        "layout": f"TP{ranks} EP1",
         "device": torch.cuda.get_device_name(),
         "commit": commit,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -282,18 +285,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="what is measured, where there is no git checkout")
     parser.add_argument("--tune", action="store_true", help="also time other launch plans")
+    parser.add_argument(
+        "--columns", type=int, choices=(DIM, *SPLIT_COLUMNS), default=DIM, help="that a rank holds"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     LIBRARY.build()
-    rows = decode_table("20b", 32, 6, (1, 2, 4, 8, 16, 32, 64, 128, 256), options.tune)
+    split = options.columns != DIM
+    if split:
+        SPLIT_LIBRARY.build()
+    ranks = round(DIM / options.columns)  # and as many times the layers, or L2 would serve some of them
+    batches = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    rows = decode_table("20b", 32, 6 * ranks, batches, options.tune, options.columns)
     torch.cuda.empty_cache()
-    rows += decode_table("120b", 128, 3, (1, 8, 32, 64, 128, 256), options.tune)
+    rows += decode_table("120b", 128, 3 * ranks, (1, 8, 32, 64, 128, 256), options.tune, options.columns)
     torch.cuda.empty_cache()
-    rows += prefill_table("20b", 32, 2, (512, 1024, 2048, 4096, 8192))
-    torch.cuda.empty_cache()
-    rows += prefill_table("120b", 128, 1, (1024, 2048, 8192))
+    if not split:
+        rows += prefill_table("20b", 32, 2, (512, 1024, 2048, 4096, 8192))
+        torch.cuda.empty_cache()
+        rows += prefill_table("120b", 128, 1, (1024, 2048, 8192))
     if options.out:
-        options.out.write_text(json.dumps(stamped(rows, options.commit), indent=1))
+        options.out.write_text(json.dumps(stamped(rows, options.commit, ranks), indent=1))
     if not all(row.get("ok", True) for row in rows):
         raise SystemExit("a kernel is out of its error bound")
 
