@@ -130,6 +130,26 @@ def expected(single: Transformer) -> dict[str, list[int]]:
     return run(single, overlap=False)
 
 
+def part_of(config: GptOssConfig, layout: ParallelLayout, group: RankGroup) -> ParallelTransformer:
+    """One rank's part of the model that ``single`` is."""
+    model = ParallelTransformer(config, layout, group.communicator, torch.float32)
+    fill(model, shard_parameters(config, layout, synthesize_parameters(config, seed=2)))
+    return model
+
+
+def follow(model: ParallelTransformer, config: GptOssConfig, group: RankGroup) -> None:
+    """Do as rank 0 says, to the end."""
+    pages = PagedKvCache(
+        config,
+        full_pages=FULL_PAGES,
+        sliding_pages=SLIDING_PAGES,
+        page_size=PAGE,
+        dtype=torch.float32,
+        kv_heads=len(model.shape.kv_heads),
+    )
+    FollowerLoop(model, pages, group).run()
+
+
 def assert_equal_up_to_ties(
     found: dict[str, list[int]], expected: dict[str, list[int]], single: Transformer, forward: Forward
 ) -> None:
@@ -166,19 +186,10 @@ def test_batches_chunks_prefixes_and_preemption_equal_one_rank(
 
     def work(group: RankGroup) -> dict[str, list[int]] | None:
         layout = ParallelLayout(ranks, experts, group.rank)
-        model = ParallelTransformer(config, layout, group.communicator, torch.float32)
-        fill(model, shard_parameters(config, layout, synthesize_parameters(config, seed=2)))
+        model = part_of(config, layout, group)
         kv_heads = len(model.shape.kv_heads)
         if group.rank > 0:
-            pages = PagedKvCache(
-                config,
-                full_pages=FULL_PAGES,
-                sliding_pages=SLIDING_PAGES,
-                page_size=PAGE,
-                dtype=torch.float32,
-                kv_heads=kv_heads,
-            )
-            FollowerLoop(model, pages, group).run()
+            follow(model, config, group)
             return None
         leader = LeaderModel(model, group)
         leader.start()
@@ -200,19 +211,10 @@ def test_requests_that_are_aborted_within_a_step_leave_the_others_their_texts(
 
     def work(group: RankGroup) -> dict[str, list[int]] | None:
         layout = ParallelLayout(2, True, group.rank)
-        model = ParallelTransformer(config, layout, group.communicator, torch.float32)
-        fill(model, shard_parameters(config, layout, synthesize_parameters(config, seed=2)))
+        model = part_of(config, layout, group)
         kv_heads = len(model.shape.kv_heads)
         if group.rank > 0:
-            pages = PagedKvCache(
-                config,
-                full_pages=FULL_PAGES,
-                sliding_pages=SLIDING_PAGES,
-                page_size=PAGE,
-                dtype=torch.float32,
-                kv_heads=kv_heads,
-            )
-            FollowerLoop(model, pages, group).run()
+            follow(model, config, group)
             return None
         leader = LeaderModel(model, group)
         leader.start()
@@ -274,19 +276,10 @@ def test_logits_are_gathered_only_where_a_row_needs_them(
 
     def work(group: RankGroup) -> dict[str, list[int]] | None:
         layout = ParallelLayout(2, True, group.rank)
-        model = ParallelTransformer(spread_config, layout, group.communicator, torch.float32)
-        fill(model, shard_parameters(spread_config, layout, synthesize_parameters(spread_config, seed=2)))
+        model = part_of(spread_config, layout, group)
         kv_heads = len(model.shape.kv_heads)
         if group.rank > 0:
-            cache = PagedKvCache(
-                spread_config,
-                full_pages=FULL_PAGES,
-                sliding_pages=SLIDING_PAGES,
-                page_size=PAGE,
-                dtype=torch.float32,
-                kv_heads=kv_heads,
-            )
-            FollowerLoop(model, cache, group).run()
+            follow(model, spread_config, group)
             return None
         whole = model.logits
 
