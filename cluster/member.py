@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -67,8 +68,10 @@ class Member:
     asked_to_end: bool = False
     """This life ends on purpose: its end is no failure."""
     retired: bool = False
-    """No life follows this one."""
+    """No life follows this one; set by ``retire``, or when none could begin."""
     started: asyncio.Event = field(default_factory=asyncio.Event)
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by ``retire``, for one that waits for its next life."""
     task: asyncio.Task[None] | None = None
     """Runs its lives."""
 
@@ -76,6 +79,11 @@ class Member:
     def up(self) -> bool:
         """It has started and is not known to be gone."""
         return self.state in (MemberState.RUNNING, MemberState.DRAINING)
+
+    def retire(self) -> None:
+        """Let no life follow this one, nor the one that was lost."""
+        self.retired = True
+        self.given_up.set()
 
 
 def restart_delay_s(failures: int) -> float:
@@ -146,7 +154,9 @@ class MemberLives:
             if not member.retired:
                 delay_s = self._backoff_s(member, time.monotonic() - began)
                 log.warning("lost", worker_id=worker_id, reason=reason, restart_in_s=delay_s)
-                await asyncio.sleep(delay_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(delay_s):
+                        await member.given_up.wait()
             if member.retired:  # perhaps during the backoff
                 log.info("retired", worker_id=worker_id)
                 return

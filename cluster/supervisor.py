@@ -101,16 +101,17 @@ class Supervisor:
         tasks += [self._publishing] if self._publishing is not None else []
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         deadline = time.monotonic() + drain_timeout_s
         clean = True
-        asking = [asyncio.create_task(self._ask_on(m.handle)) for m in self.members if m.up and m.handle]
+        asking: list[asyncio.Task[None]] = []
         try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            asking += (asyncio.create_task(self._ask_on(m.handle)) for m in self.members if m.up and m.handle)
             for roles in ((Role.ROUTER,), (Role.DECODE, Role.PREFILL)):
                 running = [m for m in self.members if m.spec.role in roles and m.up]
                 left_s = max(0.0, deadline - time.monotonic())
                 clean &= all(await asyncio.gather(*(drain_and_stop(m, left_s) for m in running)))
-        finally:  # a second signal cancels the draining, and nothing may be left behind all the same
+        finally:  # a second signal cancels all of this, and nothing may be left behind all the same
             for task in asking:
                 task.cancel()
             for member in self.members:
@@ -223,7 +224,7 @@ class Supervisor:
         return member
 
     async def _retire(self, member: Member, drain_timeout_s: float) -> None:
-        member.retired = True
+        member.retire()
         await self._end(member, drain_timeout_s)
         if member.task is not None:
             await member.task

@@ -52,13 +52,17 @@ async def test_stop_says_when_it_cut_something_off() -> None:
     assert all(life.death.done() for lives in launcher.lives.values() for life in lives)
 
 
-async def test_a_cancelled_stop_still_kills_everything() -> None:
+@pytest.mark.parametrize("draining", [False, True], ids=["at once", "while it drains"])
+async def test_a_cancelled_stop_still_kills_everything(draining: bool) -> None:
     launcher = FakeLauncher()
     supervisor = Supervisor(SPECS, launcher, lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S)
     await supervisor.start()
-    launcher.life("router-0").drain_s = 60.0
-    stopping = asyncio.create_task(supervisor.stop(60.0))
-    await asyncio.sleep(0.05)
+    router = launcher.life("router-0")
+    router.drain_s = 3600.0
+    stopping = asyncio.create_task(supervisor.stop(3600.0))
+    await asyncio.sleep(0)
+    if draining:
+        await eventually(lambda: ("drain", "router-0", router.epoch) in launcher.journal, "the drain")
     stopping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stopping
@@ -88,14 +92,15 @@ async def test_a_pool_grows_and_shrinks_at_run_time() -> None:
 
 
 async def test_a_member_that_waits_for_its_next_life_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, however long it would have waited."""
     launcher = FakeLauncher()
     async with supervised(launcher) as supervisor:
         await supervisor.scale(Role.DECODE, 2, 1.0)
-        monkeypatch.setattr(member_module, "FIRST_BACKOFF_S", 0.2)
+        monkeypatch.setattr(member_module, "restart_delay_s", lambda failures: 3600.0)
         launcher.life("decode-1").death.set_result("gone")
         (youngest,) = (m for m in supervisor.members if m.spec.worker_id == "decode-1")
         await eventually(lambda: youngest.state is MemberState.LOST, "the loss is noticed")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await supervisor.scale(Role.DECODE, 1, 1.0)
         assert len(launcher.lives["decode-1"]) == 1, "no life follows"
         assert youngest not in supervisor.members
@@ -211,13 +216,22 @@ async def test_a_member_that_dies_while_it_drains_comes_back() -> None:
     launcher = FakeLauncher()
     async with supervised(launcher) as supervisor:
         first = launcher.life("prefill-0")
-        first.drain_s = 0.3
-        rolling = asyncio.create_task(supervisor.roll(5.0))
-        await eventually(lambda: any(what == "drain" for what, _, _ in launcher.journal), "the drain")
-        first.death.set_result("exit code 9")
-        await eventually(lambda: launcher.life("prefill-0") is not first, "the next life")
-        second = launcher.life("prefill-0")
-        await asyncio.wait_for(rolling, 10)
+        begun, over = asyncio.Event(), asyncio.Event()
+
+        async def drain(timeout_s: float) -> bool:
+            begun.set()
+            await over.wait()
+            return True
+
+        first.drain = drain  # type: ignore[method-assign]
+        rolling = asyncio.create_task(supervisor.roll(3600.0))
+        async with asyncio.timeout(60):
+            await begun.wait()
+            first.death.set_result("exit code 9")
+            await eventually(lambda: launcher.life("prefill-0") is not first, "the next life")
+            second = launcher.life("prefill-0")
+            over.set()
+            await rolling
         assert launcher.life("prefill-0") is second, "the end of the first life was taken out on the second"
         assert ("stop", "prefill-0", second.epoch) not in launcher.journal
         assert "prefill-0" in running(supervisor)
