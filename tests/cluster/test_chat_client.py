@@ -53,7 +53,7 @@ class ScriptedServer:
                 return None
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._http.serve_forever)
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 

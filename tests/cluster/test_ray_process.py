@@ -88,7 +88,7 @@ async def test_a_rank_that_cannot_start_is_the_reason_at_once() -> None:
     broken = Actor(follow=CheckpointError("model.safetensors: truncated"))
     process = RayProcess(first, [broken], lambda address: None)
     with pytest.raises(StartFailed, match=r"^model\.safetensors: truncated$"):
-        await asyncio.wait_for(process.start(NOBODY), 5)
+        await asyncio.wait_for(process.start(NOBODY), 60)
     process.kill()
     await process.wait_dead()
 
@@ -108,7 +108,7 @@ async def test_one_dead_rank_ends_all_and_the_worker_is_dead_when_none_is_left()
     process = RayProcess(first, [second, third], lambda address: None)
     await asyncio.sleep(0)
     second.dead.set()
-    assert await asyncio.wait_for(process.wait_dead(), 5) == "rank 1 of 3: the process is gone"
+    assert await asyncio.wait_for(process.wait_dead(), 60) == "rank 1 of 3: the process is gone"
     assert first.dead.is_set()
     assert third.dead.is_set()
 
@@ -123,4 +123,4 @@ async def test_a_call_under_way_ends_with_the_process(method: str) -> None:
     assert not calling.done()
     first.dead.set()
     with pytest.raises(ProcessDied, match="the process is gone"):
-        await asyncio.wait_for(calling, 5)
+        await asyncio.wait_for(calling, 60)
