@@ -1,6 +1,7 @@
 """One rank of a decode worker as a process without Ray, for tests that leave it alone.
 
-Rank 0 computes step after step; another rank is the actor's object, on an event loop that never ends.
+Rank 0 says where the others meet it, then computes step after step. Another rank is told that on its standard
+input, and is the actor's object, on an event loop that never ends; whoever writes another line asks for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from antiphon.kernels.reference import PagedSequences
 from antiphon.model.forward import ForwardBatch
 from antiphon.protocol.identity import Role
 
-rank_actor.END_GRACE_S = 1.0
+rank_actor.END_GRACE_S = 0.5
 
 
 def say(word: str) -> None:
@@ -27,13 +28,15 @@ def say(word: str) -> None:
     sys.stdout.flush()
 
 
-def lead(config: DeploymentConfig, port: int) -> None:
+def lead(config: DeploymentConfig) -> None:
     from antiphon.cluster.rank_assembly import DTYPES, engine_settings, load_rank
     from antiphon.engine.kv_cache import PagedKvCache
     from antiphon.model.parallel.leader import LeaderModel
     from antiphon.model.parallel.rank_group import open_store
 
-    model, group = load_rank(Role.DECODE, config, 0, open_store(0, 2, port=port))
+    store = open_store(0, 2)
+    say(f"meet at {store.port}")
+    model, group = load_rank(Role.DECODE, config, 0, store)
     settings = engine_settings(Role.DECODE, config, model)
     pages = PagedKvCache(
         model.config,
@@ -57,8 +60,20 @@ def lead(config: DeploymentConfig, port: int) -> None:
             say("computing")
 
 
-async def follow(config: DeploymentConfig, port: int) -> None:
-    rank = RankActor(Role.DECODE, 1, "decode-0", config.model_dump_json(), "token", None)
+class TellingRank(RankActor):
+    """Says why it ends while it is certain to live."""
+
+    def _follow(self, port: int) -> None:
+        try:
+            super()._follow(port)
+        except Exception as error:
+            say(f"ended: {type(error).__name__}")
+            raise
+
+
+async def follow(config: DeploymentConfig) -> None:
+    port = int(sys.stdin.readline())
+    rank = TellingRank(Role.DECODE, 1, "decode-0", config.model_dump_json(), "token", None)
     following = asyncio.create_task(rank.follow(port))
     while not following.done():
         line = asyncio.ensure_future(asyncio.to_thread(sys.stdin.readline))
@@ -66,14 +81,13 @@ async def follow(config: DeploymentConfig, port: int) -> None:
         if line.done():
             await rank.asked()
             say("asked")
-    say(f"ended: {type(following.exception()).__name__}")
+    following.exception()
     await rank.wait_for_ever()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("rank", "port"):
-        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--lease-s", type=float, required=True)
     parser.add_argument("--device", default="cpu")
@@ -95,9 +109,9 @@ def main() -> None:
         }
     )
     if options.rank == 0:
-        lead(config, options.port)
+        lead(config)
     else:
-        asyncio.run(follow(config, options.port))
+        asyncio.run(follow(config))
 
 
 if __name__ == "__main__":
