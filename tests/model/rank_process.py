@@ -1,4 +1,7 @@
-"""One rank of a worker as a process of its own, for tests that kill it."""
+"""One rank of a worker as a process of its own, for tests that kill it.
+
+Without a port, rank 0 says first where the others meet it; another rank reads that from its standard input.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +44,25 @@ def one_token() -> ForwardBatch:
     return ForwardBatch(first, first, pages, pages)
 
 
+def say(word: str) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
-    for name in ("rank", "size", "port"):
+    for name in ("rank", "size"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--port", type=int)
     parser.add_argument("--timeout-s", type=float, required=True)
     parser.add_argument("--checkpoint", type=Path, required=True)
     options = parser.parse_args()
     rank, size = options.rank, options.size
-    store = open_store(rank, size, port=options.port)
+    if rank == 0:
+        store = open_store(rank, size, port=options.port or 0)
+        say(str(store.port))
+    else:
+        store = open_store(rank, size, port=options.port or int(sys.stdin.readline()))
     group = RankGroup.join(store, rank, size, timeout_s=options.timeout_s)
     layout = ParallelLayout(size, True, rank)
     model = load_parallel_model(options.checkpoint, layout, group.communicator, torch.float32)
@@ -61,9 +74,8 @@ def main() -> int:
             leader = LeaderModel(model, group)
             leader.start()
             leader.forward(one_token(), pages)
-            sys.stdout.write("computed\n")
-            sys.stdout.flush()
-            time.sleep(60)
+            say("computed")
+            time.sleep(600)
     except RankLostError as error:
         sys.stderr.write(f"lost: {error}\n")
         return 3
