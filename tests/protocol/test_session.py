@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from antiphon.protocol.errors import WireError
@@ -14,6 +14,7 @@ def make() -> Session:
     return Session(max_payloads=1000, max_bytes=1_000_000)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(["queue", "deliver", "lose", "cut", "acknowledge"]), max_size=200))
 def test_every_payload_arrives_once_and_in_order(script: list[str]) -> None:
     sender, receiver = make(), make()
