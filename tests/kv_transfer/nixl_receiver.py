@@ -24,13 +24,11 @@ def say(**fields: object) -> None:
 
 
 def obey(transport: NixlTransport, what: str, *arguments: str) -> None:
-    """``claim``/``sever`` a sender's connections, or do not look at the transport for a while: ``pause``."""
-    if what == "pause":
-        time.sleep(float(arguments[0]))
-    elif what == "claim":
+    """``claim``/``sever`` a sender's connections; anything else does nothing and is answered all the same."""
+    if what == "claim":
         ARRIVALS.claim((arguments[0], 1))
     elif what == "sever":
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not ARRIVALS.sever((arguments[0], 1)):
             transport.notifications()
             if time.monotonic() > deadline:
@@ -46,6 +44,9 @@ def main() -> None:
     while True:
         if select.select([sys.stdin], [], [], 0)[0]:
             command = sys.stdin.readline().split()
+            if command == ["pause"]:  # until the next command, and do that before the transport is looked at
+                say(pausing=True)
+                command = sys.stdin.readline().split()
             if not command:
                 break
             if command[0] == "received":

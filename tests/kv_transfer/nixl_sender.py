@@ -1,13 +1,15 @@
 """A process that writes into another one's memory and then does nothing more. Run by tests, which kill it.
 
 Usage: nixl_sender.py AGENT_NAME SIZE METADATA ADDRESS; says when a small write has arrived and, after a line
-on stdin, when a large one is posted.
+on stdin, when a large one is under way. Goes on with that until it is over or the process is killed.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -24,22 +26,30 @@ def main() -> None:
     peer = transport.connect(bytes.fromhex(metadata))
     remote = Memory(address, size)
 
-    def post(length: int) -> None:
-        write = transport.post_write(
-            peer, [Copies(local, remote, np.array([[0, 0, length]], dtype=np.int64))], b"arrived"
-        )
-        deadline = time.monotonic() + (20 if length < size else 0.3)
-        while transport.state(write) is WriteState.IN_PROGRESS and time.monotonic() < deadline:
+    def post(length: int) -> Callable[[], bool]:
+        """Begin a write; whether it is over."""
+        runs = np.array([[0, 0, length]], dtype=np.int64)
+        write = transport.post_write(peer, [Copies(local, remote, runs)], b"arrived")
+        return lambda: transport.state(write) is not WriteState.IN_PROGRESS
+
+    def say(line: str) -> None:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+    def drive(over: Callable[[], bool], turns: int | None = None) -> None:
+        for _ in itertools.count() if turns is None else range(turns):
+            if over():
+                return
             time.sleep(0.001)
 
-    post(4096)
-    sys.stdout.write("connected\n")
-    sys.stdout.flush()
+    drive(post(4096))
+    say("connected")
     sys.stdin.readline()
-    post(size)
-    sys.stdout.write("posted\n")
-    sys.stdout.flush()
-    time.sleep(60)
+    large = post(size)
+    drive(large, 300)  # as much of it as fits is on its way by then
+    say("posted")
+    drive(large)
+    sys.stdin.readline()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ class Side:
         self.fences = StepFences()
         fingerprint = self.cache.fingerprint("m", "")
         self.endpoint = KvEndpoint(
-            EndpointSettings(name, epoch, fingerprint, layer_groups=2, write_timeout_s=20.0),
+            EndpointSettings(name, epoch, fingerprint, layer_groups=2, write_timeout_s=120.0),
             Shard(1, 0),
             self.cache,
             self.fences,
@@ -101,15 +102,15 @@ class Ends:
             self.source.cache.memory(group).normal_()
         self.connect(severed=False)
         writer = self.source.life, 1, [self.source.memory]
-        self.target.endpoint.connect(*writer, granted=SlotRange(0, 2)).result(5)
+        self.target.endpoint.connect(*writer, granted=SlotRange(0, 2)).result(60)
 
     def connect(self, *, severed: bool) -> None:
         them = self.target.life, 1, [self.target.memory], SlotRange(0, 2)
-        self.source.endpoint.connect(*them, severed=severed).result(5)
+        self.source.endpoint.connect(*them, severed=severed).result(60)
 
     def reconnect(self) -> None:
         """What the two workers do when a connection broke."""
-        self.target.endpoint.sever(self.source.life).result(5)
+        self.target.endpoint.sever(self.source.life).result(60)
         self.connect(severed=True)
 
     def ship(self, group: int) -> Any:
@@ -126,8 +127,16 @@ class Ends:
                 assert np.array_equal(mine[page].numpy(), theirs[other].numpy())
 
 
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 20
+def until(condition: Callable[[], object], what: Callable[[], object] = lambda: "it") -> None:
+    """Poll until true; fails the test otherwise."""
+    deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+        assert time.monotonic() < deadline, f"{what()} did not come within 60 s"
+        time.sleep(0.002)
+
+
+def settle(*sides: Side) -> None:
+    """Come back once the sides' threads have done what was asked of them, and what follows from that."""
+    for _ in range(20):  # more hands than any transfer has
+        for side in sides:
+            side.endpoint._transfer.run(lambda transport: None).result(60)

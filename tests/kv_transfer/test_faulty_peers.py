@@ -49,7 +49,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 def say(ends: Ends, message: Message) -> None:
     """Have the writer's own agent send it."""
     sender = ends.source.endpoint._transfer
-    sender.run(lambda t: t.notify(ends.target.memory.agent_name, encode(message))).result(5)
+    sender.run(lambda t: t.notify(ends.target.memory.agent_name, encode(message))).result(60)
 
 
 def heard(ends: Ends, kind: type[Message]) -> list[Message]:
@@ -76,7 +76,7 @@ def test_a_faulty_staged_write_is_dropped(fault: str, ends: Ends, caplog: pytest
     assert not heard(ends, WriteDone), "nothing is said to have landed"
     assert all(np.array_equal(was, now) for was, now in zip(before, everything(ends), strict=True))
     for group in (0, 1):
-        ends.ship(group).result(20)  # the end still works
+        ends.ship(group).result(60)  # the end still works
     ends.check()
 
 
@@ -87,7 +87,7 @@ def test_an_agent_that_was_given_no_slots_stages_nothing(ends: Ends) -> None:
     stranger.notify(ends.target.memory.agent_name, encode(msgspec.structs.replace(GOOD, pages=ONE_PAGE)))
     until(lambda: bool(heard(ends, StagedWrite)))
     assert all(np.array_equal(was, now) for was, now in zip(before, everything(ends), strict=True))
-    ends.ship(0).result(20)
+    ends.ship(0).result(60)
 
 
 def test_a_slot_that_is_being_spread_takes_nothing_else(ends: Ends) -> None:
@@ -105,7 +105,7 @@ def test_a_slot_that_is_being_spread_takes_nothing_else(ends: Ends) -> None:
     until(lambda: bool(heard(ends, WriteDone)))
     del memory.scatter
     for group in (0, 1):
-        ends.ship(group).result(20)
+        ends.ship(group).result(60)
     ends.check()
 
 
@@ -119,13 +119,13 @@ def test_the_wrong_slot_is_not_freed(slot: int, ends: Ends) -> None:
     until(lambda: any(not staged.writing and staged.slot == 0 for staged in list(sender._landing.values())))
     wrong = SlotFree("r", 1, WriteKey(0, 0, 0), 0, slot)
     teller = ends.target.endpoint._transfer
-    teller.run(lambda t: t.notify(ends.source.memory.agent_name, encode(wrong))).result(5)
+    teller.run(lambda t: t.notify(ends.source.memory.agent_name, encode(wrong))).result(60)
     until(lambda: bool(ends.source.heard))
     assert [decode(payload) for _, payload in ends.source.heard] == [wrong]
     assert not shipped.done()
     ends.target.arrivals.closed.set()
-    severed.result(5)
+    severed.result(60)
     ends.connect(severed=True)
     for group in (0, 1):
-        ends.ship(group).result(20)
+        ends.ship(group).result(60)
     ends.check()

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from talking_process import TalkingProcess
 
 from antiphon.kv_transfer.nixl_transport import NixlTransport
 from antiphon.kv_transfer.transport import Copies, Memory, WriteState
@@ -23,18 +19,11 @@ from antiphon.protocol.errors import TransferError
 SIZE = 4 * 1024 * 1024
 
 
-class Receiver:
+class Receiver(TalkingProcess):
     """A receiving process; see nixl_receiver.py."""
 
     def __init__(self, name: str, environment: dict[str, str] | None = None) -> None:
-        script = Path(__file__).parent / "nixl_receiver.py"
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), name, str(SIZE)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **(environment or {})},
-        )
+        super().__init__("nixl_receiver.py", name, str(SIZE), environment=environment)
         while not (hello := self.hear()).get("metadata"):
             pass
         self.metadata = bytes.fromhex(hello["metadata"])
@@ -42,36 +31,22 @@ class Receiver:
 
     def hear(self) -> dict[str, Any]:
         """What it says next; NIXL's own lines are skipped."""
-        assert self.process.stdout is not None
-        while True:
-            assert select.select([self.process.stdout], [], [], 30)[0], "the receiver is silent"
-            line = self.process.stdout.readline()
-            assert line, "the receiver ended"
-            if line.startswith("{"):
-                return dict(json.loads(line))
+        while not (line := self.hear_line()).startswith("{"):
+            pass
+        return dict(json.loads(line))
 
-    def tell(self, command: str, *, wait: bool = True) -> dict[str, Any]:
+    def tell(self, command: str) -> dict[str, Any]:
         """Give a command of ``nixl_receiver.obey``; its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{command}\n")
-        self.process.stdin.flush()
-        while wait:
-            answer = self.hear()
-            if "obeyed" in answer:
-                return answer
-        return {}
-
-    def end(self, kill: bool = False) -> None:
-        """Let it close, or kill it."""
-        if kill:
-            self.process.kill()
-        _, _ = self.process.communicate(timeout=20)
+        self.say(command)
+        while "obeyed" not in (answer := self.hear()):
+            pass
+        return answer
 
 
 def write(transport: NixlTransport, peer: str, copies: Copies, notification: bytes) -> WriteState:
     """Post and poll to the end."""
     name = transport.post_write(peer, [copies], notification)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (state := transport.state(name)) is WriteState.IN_PROGRESS:
         assert time.monotonic() < deadline
     assert transport.release(name)
@@ -104,7 +79,7 @@ def test_write_die_restart(request: pytest.FixtureRequest) -> None:
         expected[to : to + length] = 3
     assert (seen["payload"], seen["total"]) == ("runs", int(expected.astype(np.int64).sum()))
 
-    first.end(kill=True)
+    first.end()
     assert _fails(lambda: write(sender, peer, whole, b"to the dead"))
     sender.disconnect(peer)
 
@@ -113,7 +88,7 @@ def test_write_die_restart(request: pytest.FixtureRequest) -> None:
     again = Copies(local, second.memory, np.array([[0, 0, SIZE]], dtype=np.int64))
     assert write(sender, peer, again, b"again") is WriteState.DONE
     assert second.hear() == {"sender": "sender/1/0", "payload": "again", "total": 3 * SIZE}
-    second.end()
+    second.end(kill=False)
 
 
 def test_a_write_is_not_over_before_it_has_ended(request: pytest.FixtureRequest) -> None:
@@ -124,13 +99,14 @@ def test_a_write_is_not_over_before_it_has_ended(request: pytest.FixtureRequest)
     local = Memory(source.ctypes.data, SIZE)
     sender.register([local])
     receiver = Receiver("receiver/3/0", {"UCX_TLS": "tcp,self"})
-    request.addfinalizer(lambda: receiver.end(kill=True))
+    request.addfinalizer(receiver.end)
     peer = sender.connect(receiver.metadata)
     first = Copies(local, receiver.memory, np.array([[0, 0, 4096]], dtype=np.int64))
     assert write(sender, peer, first, b"connected") is WriteState.DONE
     assert receiver.hear()["total"] == 7 * 4096
 
     receiver.process.send_signal(signal.SIGSTOP)
+    receiver.wait_stopped()
     whole = Copies(local, receiver.memory, np.array([[0, 0, SIZE]], dtype=np.int64))
     name = sender.post_write(peer, [whole], b"late")
     deadline = time.monotonic() + 0.5
@@ -139,7 +115,7 @@ def test_a_write_is_not_over_before_it_has_ended(request: pytest.FixtureRequest)
         time.sleep(0.01)
     assert not sender.release(name)
     receiver.process.send_signal(signal.SIGCONT)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while sender.state(name) is WriteState.IN_PROGRESS:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -147,30 +123,17 @@ def test_a_write_is_not_over_before_it_has_ended(request: pytest.FixtureRequest)
     assert sender.release(name)
 
 
-class Sender:
+class Sender(TalkingProcess):
     """A sending process; see nixl_sender.py."""
 
     def __init__(self, name: str, receiver: Receiver) -> None:
-        script = Path(__file__).parent / "nixl_sender.py"
-        arguments = [name, str(SIZE), receiver.metadata.hex(), str(receiver.memory.address)]
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "UCX_TLS": "tcp,self"},
-        )
+        where = receiver.metadata.hex(), str(receiver.memory.address)
+        super().__init__("nixl_sender.py", name, str(SIZE), *where, environment={"UCX_TLS": "tcp,self"})
 
     def wait_for(self, line: str) -> None:
         """Until it says so."""
-        assert self.process.stdout is not None
-        while self.process.stdout.readline().strip() != line:
-            assert self.process.poll() is None
-
-    def end(self) -> None:
-        """Kill it."""
-        self.process.kill()
-        self.process.communicate()
+        while self.hear_line() != line:
+            pass
 
 
 @pytest.mark.parametrize("severed", [False, True], ids=["as it is", "severed"])
@@ -178,8 +141,8 @@ def test_what_a_dead_writer_left_in_the_network_lands_unless_its_connections_are
     severed: bool, request: pytest.FixtureRequest
 ) -> None:
     receiver = Receiver("receiver/4/0", {"UCX_TLS": "tcp,self"})
-    request.addfinalizer(lambda: receiver.end(kill=True))
-    bystander, sender = Sender("sender/4/0", receiver), None
+    request.addfinalizer(receiver.end)
+    bystander = Sender("sender/4/0", receiver)
     request.addfinalizer(bystander.end)
     bystander.wait_for("connected")
     assert receiver.hear()["payload"] == "arrived"
@@ -191,27 +154,25 @@ def test_what_a_dead_writer_left_in_the_network_lands_unless_its_connections_are
     receiver.tell("claim sender")
     assert receiver.tell("received sender")["bytes"] > 4096  # the kernel's account shows what UCX chose
 
-    assert sender.process.stdin is not None
-    receiver.tell("pause 1.5", wait=False)
-    sender.process.stdin.write("go\n")
-    sender.process.stdin.flush()
+    receiver.say("pause")
+    assert receiver.hear() == {"pausing": True}
+    sender.say("go")
     sender.wait_for("posted")
     sender.end()  # while the receiver does not look
     if severed:
-        receiver.tell("sever sender", wait=False)
-    assert receiver.hear()["obeyed"] == "pause"
-    first = receiver.hear() if severed else receiver.tell("pause 0")
-    time.sleep(0.5)
-    last = receiver.tell("pause 0")
-    if severed:
-        assert last["total"] == first["total"]  # nothing lands once they are severed
+        first = receiver.tell("sever sender")
+        time.sleep(0.5)
+        assert receiver.tell("look")["total"] == first["total"]  # nothing lands once they are severed
     else:
-        assert last["total"] > 7 * 4096  # it does land after the writer's death: the test tests something
+        deadline = time.monotonic() + 60
+        while receiver.tell("look")["total"] == 7 * 4096:  # it does land: the test tests something
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
-    assert bystander.process.stdin is not None
-    bystander.process.stdin.write("go\n")  # somebody else's connection still works
-    bystander.process.stdin.flush()
-    assert receiver.hear() == {"sender": "sender/4/0", "payload": "arrived", "total": 7 * SIZE}
+    bystander.say("go")  # somebody else's connection still works
+    while (heard := receiver.hear()).get("sender") != "sender/4/0":
+        assert heard["sender"] == "sender/5/0"
+    assert heard == {"sender": "sender/4/0", "payload": "arrived", "total": 7 * SIZE}
 
 
 def test_a_severed_writer_that_lives_connects_anew(request: pytest.FixtureRequest) -> None:
@@ -221,7 +182,7 @@ def test_a_severed_writer_that_lives_connects_anew(request: pytest.FixtureReques
     local = Memory(source.ctypes.data, SIZE)
     sender.register([local])
     receiver = Receiver("receiver/5/0", {"UCX_TLS": "tcp,self"})
-    request.addfinalizer(lambda: receiver.end(kill=True))
+    request.addfinalizer(receiver.end)
     peer = sender.connect(receiver.metadata)
     small = Copies(local, receiver.memory, np.array([[0, 0, 4096]], dtype=np.int64))
     whole = Copies(local, receiver.memory, np.array([[0, 0, SIZE]], dtype=np.int64))

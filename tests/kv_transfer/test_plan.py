@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -29,7 +29,7 @@ def labelled(layout: GroupLayout, shard: Shard, pages: int) -> np.ndarray:
     return (((page * 100 + layer) * 100 + head) * 100 + byte).reshape(-1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     source_tp=TP,
     destination_tp=TP,

@@ -6,7 +6,7 @@ import itertools
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from antiphon.kv_transfer.leases import Writer
@@ -31,7 +31,7 @@ def order(full: list[tuple[int, int]], sliding: list[tuple[int, int]], group: in
     st.integers(1, 3),
     st.integers(1, 6),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_segments_cover_every_head_of_every_page_once(
     source_ranks: int, target_ranks: int, full: int, sliding: int, groups: int, room_pages: int
 ) -> None:

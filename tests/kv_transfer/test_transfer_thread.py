@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from staged_ends import until
 
 from antiphon.kv_transfer import transfer_thread
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
@@ -45,8 +45,8 @@ class Ends:
         self.outcomes: list[WriteOutcome] = []
         self.sender = self._thread("sender", self.source)
         self.receiver = self._thread("receiver", self.target)
-        metadata = self.receiver.run(lambda transport: transport.metadata()).result(5)
-        self.peer = self.sender.run(lambda transport: transport.connect(metadata)).result(5)
+        metadata = self.receiver.run(lambda transport: transport.metadata()).result(60)
+        self.peer = self.sender.run(lambda transport: transport.connect(metadata)).result(60)
         self.copies = make_copies(self.source.memory, self.target.memory, (0, 0, 256))
 
     def _thread(self, name: str, buffer: Any) -> TransferThread:
@@ -59,7 +59,7 @@ class Ends:
             open_transport,
             lambda sender, payload: self.heard.append((sender, payload)),
             self.failures.append,
-            write_timeout_s=0.2,
+            write_timeout_s=120.0,
             busy_poll_s=BUSY_POLL_S,
         )
         thread.start()
@@ -82,15 +82,8 @@ class Ends:
 def ends(buffer_type: Any, make_copies: Any) -> Iterator[Ends]:
     made = Ends(buffer_type, make_copies)
     yield made
-    assert made.sender.stop()
-    assert made.receiver.stop()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    assert made.sender.stop(60)
+    assert made.receiver.stop(60)
 
 
 def test_write_and_notification(ends: Ends) -> None:
@@ -106,8 +99,9 @@ def test_a_write_waits_for_its_source(ends: Ends) -> None:
     ready = threading.Event()
     ends.write(b"later", ready=ready.is_set)
     ends.write(b"now")
-    until(lambda: ends.heard == [("sender", b"now")])
-    time.sleep(0.05)
+    until(lambda: ends.heard == [("sender", b"now")] and ends.outcomes)
+    for _ in range(3):
+        ends.sender.run(lambda transport: None).result(60)
     assert len(ends.outcomes) == 1
     ready.set()
     until(lambda: len(ends.outcomes) == 2)
@@ -145,8 +139,9 @@ def test_a_post_that_broke_the_connection_is_not_tried_again(
 
 def test_a_hanging_write_ends_only_when_it_cannot_land_any_more(ends: Ends) -> None:
     ends.network.inject(Fault.HOLD)
+    ends.sender._write_timeout_s = 0.2
     ends.write(b"held")
-    time.sleep(0.5)  # more than its timeout
+    until(lambda: any(record.error is not None for record in ends.sender._in_flight))
     assert ends.outcomes == []
     ends.network.release_held()
     until(lambda: len(ends.outcomes) == 1)
@@ -168,25 +163,41 @@ def test_of_a_write_that_failed_nobody_knows_what_arrived(ends: Ends) -> None:
 def test_the_next_hand_of_a_transfer_is_taken_without_a_pause(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer_thread, "HOT_S", 30.0)
+    monkeypatch.setattr(transfer_thread, "HOT_S", 3600.0)
+    pauses = pauses_of(ends.sender, monkeypatch)
     polled, done = iter(range(1000)), threading.Event()
 
     def next_hand(outcome: WriteOutcome) -> None:
+        pauses.clear()
         ends.sender.when(lambda: next(polled) == 200, done.set, lambda error: None)
 
     ends.sender.write(ends.peer, ends.copies, b"", next_hand)
-    assert done.wait(200 * BUSY_POLL_S / 2)
+    assert done.wait(60)
+    assert len(pauses) >= 200
+    assert set(pauses) == {transfer_thread.HOT_POLL_S}
 
 
-def test_a_write_that_takes_long_is_polled_now_and_then(ends: Ends) -> None:
+def test_a_write_that_takes_long_is_polled_now_and_then(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     ends.network.inject(Fault.HOLD)
     ends.write(b"held")
     until(lambda: ends.network.held == 1)
-    before, begin = ends.polls["sender"], time.monotonic()
-    time.sleep(20 * BUSY_POLL_S)
-    polls, pauses = ends.polls["sender"] - before, (time.monotonic() - begin) / BUSY_POLL_S
-    assert 1 <= polls <= pauses + 2 + transfer_thread.HOT_S / transfer_thread.HOT_POLL_S
+    pauses, before = pauses_of(ends.sender, monkeypatch), ends.polls["sender"]
+    until(lambda: pauses.count(BUSY_POLL_S) >= 4 and ends.polls["sender"] > before)
+    assert set(pauses[pauses.index(BUSY_POLL_S) :]) == {BUSY_POLL_S}, "nothing happens any more"
     ends.network.release_held()
+
+
+def pauses_of(thread: TransferThread, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long the thread means to wait, turn by turn from now on."""
+    found: list[float] = []
+    pause = thread._pause_s
+
+    def noted() -> float:
+        found.append(pause())
+        return found[-1]
+
+    monkeypatch.setattr(thread, "_pause_s", noted)
+    return found
 
 
 def test_a_peer_is_disconnected_only_after_its_last_write(ends: Ends) -> None:
@@ -194,13 +205,12 @@ def test_a_peer_is_disconnected_only_after_its_last_write(ends: Ends) -> None:
     ends.write(b"held")
     until(lambda: ends.network.held == 1)
     ends.sender.disconnect(ends.peer)
-    time.sleep(0.05)
     ends.write(b"still connected")
     until(lambda: ends.heard == [("sender", b"still connected")])
     ends.network.release_held()
     until(lambda: len(ends.outcomes) == 2)
     assert [outcome.error for outcome in ends.outcomes] == [None, None]
-    ends.sender.run(lambda transport: None).result(5)
+    ends.sender.run(lambda transport: None).result(60)
     ends.write(b"too late")
     until(lambda: len(ends.outcomes) == 3)
     assert "not connected" in str(ends.outcomes[2].error)
@@ -215,7 +225,7 @@ def test_a_dead_thread_leaves_nobody_waiting(ends: Ends) -> None:
     ends.write(b"late")
     assert len(ends.outcomes) == 2
     with pytest.raises(TransferError, match="the transfer thread died"):
-        ends.sender.run(lambda transport: transport.metadata()).result(1)
+        ends.sender.run(lambda transport: transport.metadata()).result(60)
 
 
 def test_a_transport_that_cannot_be_opened_is_reported() -> None:
@@ -228,8 +238,8 @@ def test_a_transport_that_cannot_be_opened_is_reported() -> None:
     future = thread.run(lambda transport: transport.metadata())
     thread.start()
     with pytest.raises(TransferError, match="no such device"):
-        future.result(5)
-    assert thread.stop()
+        future.result(60)
+    assert thread.stop(60)
     assert [str(failure) for failure in failures] == ["handshake: no such device"]
 
 
@@ -247,6 +257,6 @@ def test_what_fails_before_the_transport_is_opened_is_reported_too(monkeypatch: 
     future = thread.run(lambda transport: transport.metadata())
     thread.start()
     with pytest.raises(TransferError, match="no such library"):
-        future.result(5)
-    assert thread.stop()
+        future.result(60)
+    assert thread.stop(60)
     assert [str(failure) for failure in failures] == ["no such library"]
