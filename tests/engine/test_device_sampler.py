@@ -183,6 +183,7 @@ def test_an_open_draw_is_said_and_then_settled(kit: Any, monkeypatch: pytest.Mon
     assert bench.step(logits, [sequence]) == _expected(logits, [sequence])
 
 
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(seeds=st.lists(st.integers(-(2**63), 2**64 - 1), min_size=1), position=st.integers(0, 10**6))
 def test_uniforms_are_those_of_the_definition(seeds: list[int], position: int) -> None:
     got = uniforms(

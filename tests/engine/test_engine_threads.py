@@ -62,9 +62,10 @@ def test_many_clients_at_once(kit: Any, mode: str) -> None:
     for thread in clients:
         thread.join(60.0)
     give_up = time.monotonic() + 60.0
-    while len(said.finished) < CLIENTS * REQUESTS and not failures and time.monotonic() < give_up:
+    while len(said.finished) < CLIENTS * REQUESTS and not failures:
+        assert time.monotonic() < give_up, loop.snapshot()
         time.sleep(0.005)
-    assert engine.stop()
+    assert engine.stop(60.0)
     assert not failures
     kit.run(loop, said)
     assert not kit.held_pages(loop)

@@ -201,7 +201,7 @@ def drive(loop: EngineLoop, said: Any, names: set[str]) -> None:
     for _ in range(2000):
         if names <= said.finished.keys() and not loop.has_work():
             return
-        loop.wait_for_work(10.0)
+        loop.wait_for_work(60.0)
         said.take(loop.step())
     raise AssertionError(f"still busy: {loop.snapshot()}")
 
@@ -315,7 +315,7 @@ class SlowCompiler(GrammarCompiler):
         """Wait first."""
 
         def compile_later() -> CompiledGrammar:
-            assert self.go.wait(30)
+            assert self.go.wait(120)
             return self._compile(spec)
 
         return self._pool.submit(compile_later)
@@ -348,7 +348,7 @@ def test_an_end_before_the_compiler_is_done(kit: Any, mode: str) -> None:
     loop.abort("bound", 1)
     drive(loop, said, {"bound"})
     slow.go.set()
-    loop.wait_for_work(10.0)
+    loop.wait_for_work(60.0)
     said.take(loop.step())
     assert said.finished["bound"].reason is FinishReason.ABORT
     loop.check_pages()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -94,7 +94,7 @@ def test_frequencies_follow_the_definition(changes: dict[str, float]) -> None:
     assert statistic < len(cells) + 5 * math.sqrt(2 * len(cells)) + 5
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 1000),
     temperature=st.sampled_from((0.2, 1.0, 3.0, 30.0)),
