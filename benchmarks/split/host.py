@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import sys
@@ -24,6 +25,9 @@ READY_WITHIN_S = 900.0
 """Longest start: processes, weights, kernels and graphs."""
 STOP_WITHIN_S = 60.0
 POLL_S = 0.2
+FIRST_PORT = 10_000
+ANY_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""Whoever takes any port is given one of these."""
 SAID_BYTES = 4000
 """End of what the deployment wrote, for the error when it does not start."""
 
@@ -43,14 +47,13 @@ async def start_server(arrangement: Arrangement) -> AsyncIterator[str]:
         yield arrangement.url
         return
     if arrangement.replicas is not None:
-        ports = [_free_port() for _ in range(arrangement.replicas.count)]
-        async with arrangement.replicas.started(ports) as urls:
+        async with arrangement.replicas.started(free_ports(arrangement.replicas.count)) as urls:
             yield urls
         return
     if arrangement.config is None:
         raise NotServing(f"{arrangement.label}: neither a deployment nor a server")
     with tempfile.TemporaryDirectory(prefix="antiphon-split-") as folder:
-        port = _free_port()
+        (port,) = free_ports(1)
         config = _listening_on(arrangement.config, port)
         file, said = Path(folder) / "deployment.yaml", Path(folder) / "said"
         file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -105,8 +108,18 @@ def _listening_on(config: DeploymentConfig, port: int) -> DeploymentConfig:
     return config.model_copy(update={"router": router})
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+def free_ports(count: int) -> list[int]:
+    """Different ports on which nobody listens, of those that nobody is given who takes any.
+
+    A deployment takes dozens of the others while it starts, before its router listens.
+    """
+    first_given = int(ANY_PORT_RANGE.read_text().split()[0])
+    candidates = range(FIRST_PORT, max(first_given, FIRST_PORT + 1000))
+    ports: list[int] = []
+    for port in random.sample(candidates, len(candidates)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            break
+    return ports

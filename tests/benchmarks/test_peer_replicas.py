@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 
 from antiphon.benchmarks.peers.meter import PeerSystem
 from antiphon.benchmarks.peers.replicas import PeerReplicas, ReplicaFailed
+from antiphon.benchmarks.split import host
 from antiphon.benchmarks.split.arrangements import Arrangement
 from antiphon.benchmarks.split.command import arrangements_of
-from antiphon.benchmarks.split.host import start_server
+from antiphon.benchmarks.split.host import free_ports, start_server
 from antiphon.benchmarks.split.ladder import Ladder
 from antiphon.benchmarks.split.loads import FixedLoads
 from antiphon.benchmarks.split.mixes import Mix
@@ -33,14 +35,14 @@ class AsyncLLM:
         if arguments.max_num_batched_tokens == 9: raise RuntimeError("nine is too few")
         return cls()
     async def generate(self, prompt, parameters, request_id):
-        saw = os.environ["STAND_IN_SAW"]
+        saw, tokens = os.environ["STAND_IN_SAW"], 0
         try:
-            for _ in range(parameters.max_tokens):
+            for tokens in range(1, parameters.max_tokens + 1):
                 await asyncio.sleep(0.005)
                 yield type("Output", (), {"outputs": [type("One", (), {"token_ids": [1]})()]})()
         finally:
             with open(saw, "a") as file:
-                file.write(f"{os.getpid()} {len(prompt['prompt_token_ids'])}\\n")
+                file.write(f"{os.getpid()} {len(prompt['prompt_token_ids'])} {tokens}\\n")
 """
 
 
@@ -71,7 +73,18 @@ async def test_sessions_take_turns_among_replicas_and_leave_when_their_client_do
     system: PeerSystem, tmp_path: Path
 ) -> None:
     ladder = Ladder(20.0, 2.0, 20.0, 1.0, 0.2, 2000.0, 500.0, 0.9, refine=0)
-    load = HttpLoad(FixedLoads(ladder, {}).ladders, "CPU", "m", drain_s=5.0)
+    load = HttpLoad(FixedLoads(ladder, {}).ladders, "CPU", "m", drain_s=60.0)
+
+    def saw() -> list[list[str]]:
+        return [line.split() for line in (tmp_path / "saw").read_text().splitlines()]
+
+    async def tokens_of(asked: str) -> list[int]:
+        async with asyncio.timeout(60):
+            while True:
+                if found := [int(tokens) for _, length, tokens in saw() if length == asked]:
+                    return found
+                await asyncio.sleep(0.01)
+
     arrangement = Arrangement("vllm 9.9 replicas", 2, 2048, replicas=replicas(system))
     async with start_server(arrangement) as url:
         assert url.count("+") == 1
@@ -84,28 +97,39 @@ async def test_sessions_take_turns_among_replicas_and_leave_when_their_client_do
             assert (refused.status_code, "token ids" in refused.text) == (400, True)
             whole = await http.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3})
             assert whole.json()["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
-            asked = {"prompt": [1, 2, 3], "max_tokens": 4000, "stream": True}
+            asked = {"prompt": [1, 2, 3], "max_tokens": 1_000_000, "stream": True}
             async with http.stream("POST", "/v1/completions", json=asked) as answer:
                 async for _ in answer.aiter_lines():
                     break  # the client has seen enough
+            left = await tokens_of("3")
             answered = {"prompt": [1], "max_tokens": 1}
             assert (await http.post("/v1/completions", json=answered)).is_success
     assert run.peer
     assert run.requests >= 8
     assert not run.failed
     assert run.chunk_tokens == 2048
-    saw = [line.split() for line in (tmp_path / "saw").read_text().splitlines()]
-    assert len({pid for pid, tokens in saw if tokens == "12"}) == 2
-    assert [tokens for _, tokens in saw if tokens == "3"] == ["3"]  # ended long before its 20 s
+    assert len({pid for pid, length, _ in saw() if length == "12"}) == 2
+    assert len(left) == 1
+    assert left[0] < 1_000_000
 
 
 async def test_a_replica_that_does_not_start_says_why(system: PeerSystem) -> None:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
     with pytest.raises(ReplicaFailed, match="nine is too few"):
-        async with replicas(system, 9).started([port]):
+        async with replicas(system, 9).started(free_ports(1)):
             pass
+
+
+def test_ports_are_different_ones_that_nobody_has_or_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    first_given = int(host.ANY_PORT_RANGE.read_text().split()[0])
+    (port,) = free_ports(1)
+    assert host.FIRST_PORT <= port < max(first_given, host.FIRST_PORT + 1000)
+    monkeypatch.setattr(host, "FIRST_PORT", max(port, first_given))
+    few = range(host.FIRST_PORT, host.FIRST_PORT + 1000)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", next(iter(free_ports(1)))))
+        found = free_ports(1000)
+        assert len(found) == len(set(found)) < 1000
+        assert set(found) <= set(few) - {taken.getsockname()[1]}
 
 
 def test_replicas_stand_beside_the_split(system: PeerSystem) -> None:

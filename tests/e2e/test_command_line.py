@@ -18,6 +18,7 @@ import psutil
 import pytest
 import yaml
 
+from antiphon.benchmarks.split.host import free_ports
 from antiphon.configs.schema import DeploymentConfig
 
 pytestmark = pytest.mark.e2e
@@ -272,11 +273,7 @@ def test_killing_the_supervisor_ends_all_workers_and_the_next_start_tidies_up(
 @pytest.fixture
 def running_ray(private_home: Path) -> Iterator[str]:
     """A Ray cluster that somebody else runs, with a token of its own in the environment."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     head = subprocess.Popen(
         [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
