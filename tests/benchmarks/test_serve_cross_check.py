@@ -43,12 +43,12 @@ async def test_both_are_run_and_compared(script: Any, tmp_path: Path) -> None:
     output = tmp_path / "check.json"
     arguments = ["--url", server.url, "--model", "scripted", "--rate", "10", "--requests", "6"]
     arguments += ["--output-tokens", "6", "--output", str(output)]
-    far = aiperf(tmp_path, json.dumps(export(500.0)))
+    far = aiperf(tmp_path, json.dumps(export(500_000.0)))
     assert await asyncio.to_thread(main, [*arguments, "--aiperf", far]) == 1
     document = json.loads(output.read_text())
     assert document["aiperf"]["version"] == "9.9"
-    assert document["aiperf"]["ttft_ms"]["p50"] == 500.0
-    assert 45 < document["antiphon"]["ttft_ms"]["p50"] < 450
+    assert document["aiperf"]["ttft_ms"]["p50"] == 500_000.0
+    assert 45 < document["antiphon"]["ttft_ms"]["p50"] < 450_000
     assert document["ours_over_theirs_less_one"]["ttft_ms p50"] < -0.05
     broken = aiperf(tmp_path, "{}")
     with pytest.raises(CrossCheckFailed, match="time_to_first_token"):

@@ -15,6 +15,7 @@ import pytest
 from antiphon.benchmarks.plan.cost_model import build
 from antiphon.benchmarks.records import Layout, RecordError
 from antiphon.benchmarks.serve.arrivals import WorkloadError
+from antiphon.benchmarks.split import run as split_run
 from antiphon.benchmarks.split.arrangements import Arrangement, colocated_of, split_of
 from antiphon.benchmarks.split.command import Limits, run_command
 from antiphon.benchmarks.split.expected import capacity_per_s, in_service, poisson_mean
@@ -219,7 +220,7 @@ def test_runs_survive_a_file_and_a_repetition_replaces(tmp_path: Path) -> None:
 
 
 async def test_servers_are_measured_by_http_and_only_what_is_missing(script: Any, tmp_path: Path) -> None:
-    fast, slow = await script(first_s=0.01, gap_s=0.002), await script(first_s=0.01, gap_s=1.0)
+    fast, slow = await script(first_s=0.01, gap_s=0.002), await script(first_s=0.01, gap_s=3.0)
     started: list[str] = []
 
     @asynccontextmanager
@@ -228,8 +229,8 @@ async def test_servers_are_measured_by_http_and_only_what_is_missing(script: Any
         assert arrangement.url is not None
         yield arrangement.url
 
-    ladder = Ladder(10.0, 2.0, 20.0, 1.2, 0.2, 5000.0, 500.0, 0.9, refine=0)
-    load, mix = HttpLoad(FixedLoads(ladder, {}).ladders, "CPU", "m"), Mix("tiny", 5, 4)
+    ladder = Ladder(10.0, 2.0, 20.0, 1.2, 0.2, 60_000.0, 2500.0, 0.9, refine=0)
+    load, mix = HttpLoad(FixedLoads(ladder, {}).ladders, "CPU", "m"), Mix("tiny", 5, 2)
     arrangements = [Arrangement("quick", 2, url=fast.url), Arrangement("slow", 2, url=slow.url)]
     lines: list[tuple[str, float, bool]] = []
 
@@ -250,10 +251,10 @@ async def test_servers_are_measured_by_http_and_only_what_is_missing(script: Any
     assert ("slow", 10.0, False) in lines
     runs = load_runs(tmp_path / "split.json")
     assert all(each.peer and each.requests and not each.failed for each in runs)
-    quick = best_within([each for each in runs if each.arrangement == "quick"], 5000.0, 500.0, 0.9)
+    quick = best_within([each for each in runs if each.arrangement == "quick"], 60_000.0, 2500.0, 0.9)
     assert quick is not None
     assert quick.run.rate_per_s == 20.0
-    assert all(each.share(5000.0, 500.0) == 0 for each in runs if each.arrangement == "slow")
+    assert all(each.share(60_000.0, 2500.0) == 0 for each in runs if each.arrangement == "slow")
     first = list(started)
     await compare()
     assert started == first
@@ -273,7 +274,7 @@ async def test_one_that_does_not_start_and_too_little_time_leave_the_others_thei
             raise AntiphonError(f"{arrangement.name} does not start")
         yield arrangement.url
 
-    ladder = Ladder(10.0, 2.0, 20.0, 1.0, 0.2, 5000.0, 500.0, 0.9, refine=0)
+    ladder = Ladder(10.0, 2.0, 20.0, 1.0, 0.2, 60_000.0, 60_000.0, 0.9, refine=0)
     load, output = HttpLoad(FixedLoads(ladder, {}).ladders, "CPU", "m"), tmp_path / "split.json"
 
     async def compare(limit_s: float) -> None:
@@ -365,16 +366,16 @@ def test_ladders_begin_near_what_is_expected_and_chunks_that_cannot_win_are_left
         load_seconds({"chat": 9.0}, {})
 
 
-async def test_arrangements_share_the_time_and_mixes_take_turns(script: Any, tmp_path: Path) -> None:
+async def test_mixes_take_turns(script: Any, tmp_path: Path) -> None:
     fast = await script(first_s=0.01, gap_s=0.002)
-    ladder = Ladder(10.0, 2.0, 40.0, 1.0, 0.4, 5000.0, 500.0, 0.9, refine=0)
+    ladder = Ladder(10.0, 2.0, 40.0, 1.0, 0.4, 60_000.0, 60_000.0, 0.9, refine=0)
     standing: list[tuple[str, float]] = []
 
     def stands(arrangement: Arrangement, mix: Mix, rate: float) -> int:
         standing.append((mix.name, rate))
         return 3
 
-    load = HttpLoad(FixedLoads(ladder, {}).ladders, "CPU", "m", 0, 2.0, stands)
+    load = HttpLoad(FixedLoads(ladder, {}).ladders, "CPU", "m", 0, 60.0, stands)
     mixes, output = [Mix("a", 5, 4), Mix("b", 6, 4)], tmp_path / "split.json"
 
     @asynccontextmanager
@@ -394,16 +395,41 @@ async def test_arrangements_share_the_time_and_mixes_take_turns(script: Any, tmp
     assert standing == [(name, rate) for rate in (10.0, 20.0, 40.0) for name in ("a", "b")]
     runs = load_runs(output)
     assert all(each.standing == 3 and each.requests for each in runs)
-    # 9 s for two of them: the first may use 4.5, in which no load of up to 6 s ends.
+
+
+class TimedLoad(HttpLoad):
+    """Takes as long as a load does, by a clock that nothing else moves."""
+
+    now = 0.0
+
+    @classmethod
+    def monotonic(cls) -> float:
+        return cls.now
+
+    async def warm(self, url: str, mix: Mix) -> None:
+        TimedLoad.now += 2.0
+
+    async def __call__(self, url: str, arrangement: Arrangement, mix: Mix, rate_per_s: float) -> LoadRun:
+        TimedLoad.now += 4.2
+        return run(rate_per_s, arrangement=arrangement.name, mix=mix.name)
+
+
+async def test_arrangements_share_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """9 s for two of them: the first may use 4.5, in which no load of up to 6 s ends."""
+    monkeypatch.setattr(split_run, "time", TimedLoad)
     turns: list[str] = []
-    await_all = [Arrangement(name, 2, url=fast.url) for name in ("x", "y")]
-    slow = replace(ladder, duration_s=4.0, highest_per_s=1000.0)
+
+    @asynccontextmanager
+    async def start(arrangement: Arrangement) -> AsyncIterator[str]:
+        yield "http://nobody"
+
+    ladder = replace(LADDER, duration_s=4.0, first_per_s=10.0)
     with pytest.raises(ComparisonIncomplete, match=r"x, a: no time.*y, a: no time"):
         await run_comparison(
-            await_all,
-            mixes[:1],
-            HttpLoad(FixedLoads(slow, {}).ladders, "CPU", "m", 0, 2.0),
-            tmp_path / "slow.json",
+            [Arrangement(name, 2, url="http://nobody") for name in ("x", "y")],
+            [Mix("a", 5, 4)],
+            TimedLoad(FixedLoads(ladder, {}).ladders, "CPU", "m", 0, 2.0),
+            tmp_path / "split.json",
             again=False,
             on_run=lambda run, known: turns.append(run.arrangement),
             start=start,

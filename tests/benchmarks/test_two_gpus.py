@@ -18,9 +18,21 @@ from antiphon.benchmarks.two_gpus import cpu_parts, gpu_parts, main
 from antiphon.model.parallel.reduce_limits import BY_RANKS, ReduceLimits, limits_of
 
 CHILD = (
-    "import subprocess, sys; print('begun', flush=True); "
+    "import subprocess, sys; print('begun', flush=True); open(sys.argv[1], 'w').close(); "
     "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
 )
+
+
+class AskedOnceItSaid(subprocess.Popen[str]):
+    """A process whose time begins when it, where it is to, has said something."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        words: list[str] = self.args  # type: ignore[assignment]
+        deadline = time.monotonic() + 60
+        while words[2] == CHILD and not Path(words[3]).exists():
+            assert time.monotonic() < deadline, "it did not begin"
+            time.sleep(0.01)
+        return super().wait(timeout)
 
 
 def test_every_part_ends_in_time_and_what_it_said_is_kept(
@@ -28,9 +40,10 @@ def test_every_part_ends_in_time_and_what_it_said_is_kept(
 ) -> None:
     monkeypatch.setattr(parts_module, "GRACE_S", 0.5)
     monkeypatch.setattr(parts_module, "LEAST_S", 1.2)
+    monkeypatch.setattr(subprocess, "Popen", AskedOnceItSaid)
     log = Log(tmp_path / "log.txt")
     parts = [
-        Part("hangs", ("-c", CHILD), 6.0),
+        Part("hangs", ("-c", CHILD, str(tmp_path / "begun")), 1.5),
         Part("breaks", ("-c", "print('half'); raise SystemExit(3)"), 120),
         Part("good", ("-c", "print('whole')"), 120),
     ]
