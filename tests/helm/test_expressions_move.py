@@ -14,7 +14,6 @@ import os
 import random
 import re
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -25,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import promql_parser
+import psutil
 import pytest
 import yaml
 from moving_metrics import MovingProcesses
@@ -83,9 +83,6 @@ def prometheus(target: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """A Prometheus that has scraped for a while; yields its URL."""
     assert PROMETHEUS is not None, "prometheus is not installed"
     folder = tmp_path_factory.mktemp("prometheus")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     jobs = [
         {"job_name": process, "metrics_path": f"/{process}", "static_configs": [{"targets": [target]}]}
         for process in ("router", "prefill", "decode", "supervisor", "dcgm")
@@ -102,15 +99,18 @@ def prometheus(target: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                 f"--config.file={folder / 'prometheus.yaml'}",
                 f"--storage.tsdb.path={folder / 'data'}",
             ),
-            *(f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"),
+            *("--web.listen-address=127.0.0.1:0", "--log.level=error"),
         ],
         env={**os.environ, "GOMAXPROCS": "1"},
     )
-    url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 60
-        while len(query(url, "count_over_time(antiphon_ready_pairs[1m]) >= 16")) == 0:
-            assert time.monotonic() < deadline
+        deadline = time.monotonic() + 120
+        while (port := listening_port(process)) is None:
+            assert time.monotonic() < deadline, "it does not listen"
+            time.sleep(0.05)
+        url = f"http://127.0.0.1:{port}"
+        while len(query(url, "count_over_time(antiphon_ready_pairs[2m]) >= 16")) == 0:
+            assert time.monotonic() < deadline, "it scrapes too little"
             assert process.poll() is None
             time.sleep(0.2)
         yield url
@@ -119,11 +119,18 @@ def prometheus(target: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         process.wait(timeout=30)
 
 
+def listening_port(process: subprocess.Popen[bytes]) -> int | None:
+    """Where a process listens that was told to take any port; None as long as it does not."""
+    assert process.poll() is None, f"it ended with {process.returncode}"
+    connections = psutil.Process(process.pid).net_connections("tcp")
+    return next((c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN), None)
+
+
 def query(url: str, expression: str) -> dict[str, float]:
     """Series -> value, as of now; nothing while it does not answer yet."""
     parameters = urllib.parse.urlencode({"query": expression})
     try:
-        with urllib.request.urlopen(f"{url}/api/v1/query?{parameters}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{url}/api/v1/query?{parameters}", timeout=60) as answer:
             found = json.loads(answer.read())
     except urllib.error.HTTPError as error:
         if error.code == 503:  # it is still starting
@@ -176,7 +183,7 @@ def test_every_expression_is_a_number_that_moves(prometheus: str) -> None:
 
 
 def test_the_rules_are_loaded(prometheus: str) -> None:
-    with urllib.request.urlopen(f"{prometheus}/api/v1/rules", timeout=10) as answer:
+    with urllib.request.urlopen(f"{prometheus}/api/v1/rules", timeout=60) as answer:
         groups = json.loads(answer.read())["data"]["groups"]
     assert {group["name"] for group in groups} == {
         "antiphon-objectives",

@@ -120,6 +120,10 @@ def test_the_exit_status_says_which(
 def test_a_case_that_hangs_ends_with_the_time_limit(
     driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "TIMEOUT_S", 1)
-    status, lines = driver._run(["sh", "-c", "echo before; sleep 60; echo after"])
-    assert (status, lines) == (-9, ["before\n"])
+    for limit_s in (1, 5, 25):  # on a crowded machine even a shell may take long to say its first word
+        monkeypatch.setattr(driver, "TIMEOUT_S", limit_s)
+        status, lines = driver._run(["sh", "-c", "echo before; sleep 60; echo after"])
+        assert status == -9
+        if lines:
+            break
+    assert lines == ["before\n"]

@@ -142,7 +142,7 @@ def write_mini(tmp_path: Path) -> Write:
 
 
 def run_in_ranks(
-    size: int, work: Callable[[RankGroup], Any], timeout_s: float = 30.0, cuda: bool = False
+    size: int, work: Callable[[RankGroup], Any], timeout_s: float = 120.0, cuda: bool = False
 ) -> list[Any]:
     """What ``work`` returns on each rank; the ranks are threads, joined over loopback or, on GPUs, NCCL.
 
