@@ -17,7 +17,7 @@ from antiphon.cluster.supervisor import Supervisor
 from antiphon.protocol.identity import Role
 
 RETRY_S = 0.2
-CONTROL_CUT_PATIENCE_S = 20.0
+CONTROL_CUT_PATIENCE_S = 60.0
 """Beyond its lease, until a worker that the supervisor cannot reach must be gone."""
 
 

@@ -29,8 +29,8 @@ from chaos_plan import (
 MOST_GROWTH_BYTES = 96 * 1024 * 1024
 MOST_CREEP_BYTES = 24 * 1024 * 1024
 MOST_NEW_DESCRIPTORS = 24
-MOST_TIED = 0.01
-"""Share of answers that may leave the undisturbed one at a tie."""
+MOST_TIED, FEW_TIED = 0.01, 8
+"""Share of answers that may leave the undisturbed one at a tie, or as many as one case has in a short run."""
 LEAST = {"kills": 20, "stops longer than the lease": 10, "cuts": 10, "cuts from the supervisor": 1}
 """In a run of full length."""
 COLOURS = {
@@ -99,7 +99,7 @@ class Report:
         if tally.outcomes["hanging"] or tally.in_flight:
             found.append(f"{tally.outcomes['hanging']} requests hung, {tally.in_flight} are open")
         ended = sum(tally.outcomes.values())
-        if tally.outcomes["tied"] > MOST_TIED * ended:
+        if tally.outcomes["tied"] > max(MOST_TIED * ended, FEW_TIED):
             found.append(f"{tally.outcomes['tied']} answers differ where two tokens were equally likely")
         if ended < self.options.requests and not self.options.unfenced:
             found.append(f"only {ended} requests ended")

@@ -24,13 +24,14 @@ import chaos_network
 import httpx
 from chaos_actors import ChaosDecode, ChaosPrefill, ChaosRouter, UnfencedDecode
 from chaos_clients import Client, Reference, Refused, Tally, ask_reference, make_cases
+from chaos_cluster import ObservedCluster
 from chaos_faults import Faults
 from chaos_report import Report, Sample, sample
 
 from antiphon.cluster import member as member_module
 from antiphon.cluster.member import MemberState
-from antiphon.cluster.process_plan import ProcessSpec, plan_processes
-from antiphon.cluster.ray_cluster import RayCluster, RayProcess
+from antiphon.cluster.process import ProcessDied
+from antiphon.cluster.process_plan import plan_processes
 from antiphon.cluster.resolution import resolve_deployment
 from antiphon.cluster.supervisor import Supervisor
 from antiphon.configs.schema import DeploymentConfig
@@ -38,6 +39,8 @@ from antiphon.model.checkpoint.synthesize import synthesize
 from antiphon.protocol.identity import Role
 
 CASES = 32
+NOBODY = "http://127.0.0.1:9"
+"""Asked while no router runs."""
 READY_S = 180.0
 SUSPICIOUS_S = 90.0
 """Requests that are open for longer are described on standard error."""
@@ -60,7 +63,7 @@ def configuration(checkpoint: Path) -> DeploymentConfig:
                 "max_queued_requests": 4,
                 "max_attempts": 30,
                 "drain_timeout_s": 5,
-                "worker_replacement_wait_s": 60,
+                "worker_replacement_wait_s": 120,
                 "current_date": "2026-01-01",
             },
             "prefill": {
@@ -79,40 +82,6 @@ def configuration(checkpoint: Path) -> DeploymentConfig:
             "log": {"level": "warning"},
         }
     )
-
-
-class ObservedCluster(RayCluster):
-    """Remembers the actor of each process, to ask it what the supervisor does not."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.actors: dict[str, Asked] = {}
-
-    def launch(self, spec: ProcessSpec) -> RayProcess:
-        process = super().launch(spec)
-        self.actors[spec.worker_id] = Asked(process)
-        return process
-
-
-class Asked:
-    """The questions of ``chaos_actors.Observed``, by name."""
-
-    def __init__(self, process: RayProcess) -> None:
-        self._process = process
-        self._pid: int | None = None
-
-    async def known_pid(self) -> int:
-        """Its process, which is asked only once."""
-        if self._pid is None:
-            self._pid = int(await self.pid())
-        return self._pid
-
-    def __getattr__(self, name: str) -> Any:
-        async def ask_it(*arguments: object) -> Any:
-            async with asyncio.timeout(2.0):
-                return await self._process._call(name, *arguments)
-
-        return ask_it
 
 
 class Run:
@@ -137,7 +106,7 @@ class Run:
         async with httpx.AsyncClient(timeout=httpx.Timeout(300.0), trust_env=False, limits=limits) as http:
             reference = await self._reference(http, cases)
             await self._idle()
-            before = await sample(self.cluster.actors, self.began)
+            before = await self._whole_sample()
             say(f"{len(cases)} undisturbed answers after {time.monotonic() - self.began:.0f} s")
             faults = Faults(
                 self.supervisor,
@@ -154,7 +123,7 @@ class Run:
             load_ended = time.monotonic() - self.began
             held = await self._rest()
             watching.cancel()
-        after = await sample(self.cluster.actors, self.began)
+        after = await self._whole_sample()
         return Report(
             options,
             self.tally,
@@ -185,10 +154,11 @@ class Run:
         answers = []
         for case in cases:
             while True:
+                url = next(iter(self.urls()), NOBODY)
                 try:
-                    answers.append(await ask_reference(http, self.urls()[0], case))
+                    answers.append(await ask_reference(http, url, case))
                     break
-                except Refused:
+                except (Refused, httpx.TransportError):
                     await asyncio.sleep(0.2)
         return answers
 
@@ -216,7 +186,7 @@ class Run:
                 self.options.seed,
                 cases,
                 reference,
-                lambda: self.urls() or ("http://127.0.0.1:9",),
+                lambda: self.urls() or (NOBODY,),
                 self.tally,
             )
             for index in range(self.options.clients)
@@ -277,6 +247,14 @@ class Run:
     async def _idle(self) -> None:
         await self._rest()
 
+    async def _whole_sample(self) -> Sample:
+        """Of every process, also where one takes its time to answer."""
+        deadline = time.monotonic() + QUIET_S
+        while True:
+            found = await sample(self.cluster.actors, self.began)
+            if self.cluster.actors.keys() <= found.usage.keys() or time.monotonic() > deadline:
+                return found
+
     async def _held(self) -> dict[str, int]:
         held: Counter[str] = Counter()
         for member in self.supervisor.members:
@@ -284,13 +262,16 @@ class Run:
             if member.state is not MemberState.RUNNING or member.handle is None:
                 held[f"{name} is {member.state}"] += 1
                 continue
-            status = await member.handle.status()
+            try:
+                status = await member.handle.status()
+                states = await self.cluster.actors[name].states()
+            except (ProcessDied, TimeoutError) as error:
+                held[f"{name} does not answer: {type(error).__name__}"] += 1
+                continue
             held[f"{name}: requests"] += status.requests
             held[f"{name}: pages"] += status.pages_held
             held[f"{name}: not ready: {status.detail}"] += not status.ready
-            held.update(
-                {f"{name}: {state}": n for state, n in (await self.cluster.actors[name].states()).items()}
-            )
+            held.update({f"{name}: {state}": n for state, n in states.items()})
         return {what: count for what, count in held.items() if count}
 
 

@@ -28,7 +28,7 @@ def namespaces_allowed() -> bool:
     return tried.returncode == 0
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)  # a crowded machine may take long to start what was killed
 @pytest.mark.parametrize("seed", [20260, FRESH_SEED], ids=["fixed seed", "fresh seed"])
 def test_nothing_hangs_leaks_or_is_answered_wrongly(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -39,7 +39,7 @@ def test_nothing_hangs_leaks_or_is_answered_wrongly(
         sys.stdout.write(f"chaos with SEED={seed}\n")
     command = [sys.executable, str(RUN), "--seed", str(seed), *LENGTH, "--output", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=270, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=580, check=False)
     assert done.returncode == 0, f"SEED={seed}\n{done.stdout}\n{done.stderr[-6000:]}"
     report = json.loads((tmp_path / "chaos.json").read_text())
     assert report["passed"]
