@@ -13,6 +13,8 @@ from antiphon.protocol.link_wire import ClusterKeys
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _RECEIVE_BUDGET = 256
+_NEVER_MS = 24 * 3600 * 1000
+"""Longer than a socket is kept whose connection is gone."""
 _DOWN_EVENTS = {
     zmq.EVENT_DISCONNECTED: "connection lost",
     zmq.EVENT_CLOSED: "connection refused",
@@ -150,7 +152,8 @@ class DialledSocket:
         on_down: Callable[[str], None],
     ) -> None:
         socket = _tuned(context, zmq.DEALER, endpoint)
-        socket.set(zmq.RECONNECT_IVL, -1)
+        # With -1, libzmq would throw away what had arrived and was not yet read when the connection ended.
+        socket.set(zmq.RECONNECT_IVL, _NEVER_MS)
         keys.secure(socket, listening=False)
         self._socket = socket
         self._on_down = on_down
