@@ -11,6 +11,7 @@ PY ?= $(VENV)/bin/python
 PORT ?=
 CONFIG ?= configs/local-cpu.yaml
 PYTEST_ARGS ?=
+TEST_JOBS ?= 2
 SEED ?=
 REQUESTS ?=
 CHAOS_ARGS ?=
@@ -55,8 +56,10 @@ check: $(STAMP) ## Lint, format, strict types and the layering of the folders
 	  docker/*.py requirements/*.py
 	$(PY) -m pytest -q tests/test_layering.py
 
-test: $(CLIENTS_STAMP) ## Every test that needs no GPU (PYTEST_ARGS= is passed on)
-	$(PY) -m pytest -m 'not gpu' $(PYTEST_ARGS)
+# One process runs the tests that start services, which mostly wait; the others compute beside it.
+test: $(CLIENTS_STAMP) ## Every test that needs no GPU (PYTEST_ARGS= is passed on, TEST_JOBS=0 takes no processes)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+	  $(PY) -m pytest -m 'not gpu' --numprocesses $(TEST_JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 # PY=python3 uses an interpreter that already has a CUDA build of torch, as on a GPU image.
 test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## The tests that need an H200 (PY= picks the interpreter)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
 
 if find_spec("torch") is not None:
     import torch
@@ -11,3 +14,17 @@ if find_spec("torch") is not None:
     if not torch.cuda.is_available():
         # Must be set before triton is imported anywhere: kernels then run in the interpreter.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+SERVICES = {"chaos", "clients", "cluster", "e2e", "engine"}
+SERVICES |= {"kv_transfer", "protocol", "router", "telemetry", "workers"}
+"""Folders whose tests run services or watch the clock: one process has them all."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep together what pytest-xdist may not deal out: the tests of a file, and all of SERVICES."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        inside = item.path.relative_to(Path(__file__).parent)
+        together = "services" if inside.parts[0] in SERVICES else str(inside)
+        item.add_marker(pytest.mark.xdist_group(together))
