@@ -22,7 +22,7 @@ from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.identity import Role, Topology
 from antiphon.router.served_model import ServedModel
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # a crowded machine starts processes slowly
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 NOBODY = Topology(0, ())

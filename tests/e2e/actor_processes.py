@@ -19,7 +19,7 @@ def actor_processes(actor: str, family: Iterable[psutil.Process]) -> list[psutil
     return found
 
 
-def pid_of_one(actor: str, family: Callable[[], Iterable[psutil.Process]], seconds: float = 60.0) -> int:
+def pid_of_one(actor: str, family: Callable[[], Iterable[psutil.Process]], seconds: float = 120.0) -> int:
     """The process of the only actor of a class, which may be starting still."""
     deadline = time.monotonic() + seconds
     while len(found := actor_processes(actor, family())) != 1:

@@ -19,7 +19,7 @@ import psutil
 from actor_processes import pid_of_one
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-READY_S = 180.0
+READY_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ class Observed:
         self.http = httpx.Client(base_url=self.url, timeout=120.0, trust_env=False)
 
     def logs(self) -> list[dict[str, object]]:
-        """Every line of JSON that any process wrote."""
-        lines = (re.search(r"\{.*\}$", line) for line in self.log_file.read_text().splitlines())
+        """Every line of JSON that any process wrote; the last one may be half-written yet."""
+        lines = (re.search(r"\{.*\}$", line) for line in self.log_file.read_text().split("\n")[:-1])
         return [json.loads(found[0]) for found in lines if found]
 
     def chat(
@@ -134,11 +134,13 @@ class Observed:
         return found
 
 
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait for another process to bring something about."""
+def until(
+    condition: Callable[[], object], seconds: float = 60.0, seen: Callable[[], object] = lambda: ""
+) -> None:
+    """Wait for another process to bring something about; ``seen`` is told when it does not."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
+        assert time.monotonic() < deadline, f"it did not come about in time: {seen()}"
         time.sleep(0.05)
 
 

@@ -21,7 +21,7 @@ import yaml
 from antiphon.benchmarks.split.host import free_ports
 from antiphon.configs.schema import DeploymentConfig
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # a crowded machine starts processes slowly
 
 ANTIPHON = [sys.executable, "-m", "antiphon.cluster.cli"]
 READY = re.compile(r"Ready in [\d.]+ s: gpt-oss-tiny at (http://[\d.]+:\d+)/v1")

@@ -18,7 +18,11 @@ from antiphon.cluster.resolution import resolve_deployment
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.demo.shape import MODEL_NAME
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(600),  # a crowded machine starts processes slowly
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 WEATHER = {
     "name": "get_weather",

@@ -22,7 +22,7 @@ from antiphon.model.checkpoint.load import load_model
 from antiphon.protocol.identity import Role
 from antiphon.protocol.messages import FinishReason
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # a crowded machine starts processes slowly
 
 LENGTHS = (1, 2, 63, 64, 65, 100, 127, 128, 129, 130, 192, 255, 300, 384, 513, 1000)
 """Both sides of every page, chunk and window boundary; 100 crosses position 128 while it decodes."""
@@ -119,7 +119,11 @@ async def test_all_at_once_with_preemption_chunks_and_a_lost_transfer_equal_tran
         }
     )
     transfer = local_deployment.transfer.model_copy(update={"completion_timeout_s": 1.0})
-    config = local_deployment.model_copy(update={"decode": decode, "prefill": prefill, "transfer": transfer})
+    # Besides the fault, every preemption and every stop of a process for a second may take an attempt.
+    router = local_deployment.router.model_copy(update={"max_attempts": 30})
+    config = local_deployment.model_copy(
+        update={"router": router, "decode": decode, "prefill": prefill, "transfer": transfer}
+    )
     kinds = {**ACTOR_KINDS, Role.PREFILL: FaultyPrefillActor, Role.DECODE: FaultyDecodeActor}
     rounds: list[dict[Case, Answer]] = []
     async with running_workers(config, kinds) as workers:

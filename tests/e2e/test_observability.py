@@ -14,7 +14,7 @@ import pytest
 from observed_deployment import Observed, RecordedSpan, until
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # a crowded machine starts processes slowly
 
 ANTIPHON = [sys.executable, "-m", "antiphon.cluster.cli"]
 TRACE = "4bf92f3577b34da6a3ce929d0e0e{:04x}"
@@ -57,8 +57,13 @@ def test_one_request_is_in_the_logs_and_in_one_trace_of_all_three_processes(obse
     assert http_ids == {response.headers["x-request-id"]}
     assert "word word" not in observed.log_file.read_text()  # no prompt by default
 
-    until(lambda: {"decode", "kv_transfer", "attempt"} <= {s.name for s in observed.spans.of(trace_id)})
-    until(lambda: any(s.name.startswith("POST") for s in observed.spans.of(trace_id)))
+    whole = {"POST /v1/chat/completions", "tokenize", "queue", "attempt", "reserve", "prefill", "kv_transfer"}
+    whole |= {"kv_receive", "first_step", "decode"}
+    # Processes send their spans when they come to it, each in its own time.
+    until(
+        lambda: whole <= {s.name for s in observed.spans.of(trace_id)},
+        seen=lambda: observed.spans.of(trace_id),
+    )
     spans, seen_at = observed.spans.of(trace_id), time.time()
     (root,) = (s for s in spans if s.parent_id == "00f067aa0ba902b7")
     assert (root.process, root.name) == ("router-0", "POST /v1/chat/completions")
@@ -88,8 +93,18 @@ def test_one_request_is_in_the_logs_and_in_one_trace_of_all_three_processes(obse
 
 
 def test_the_parts_of_the_time_to_first_token_add_up_to_what_a_client_measures(observed: Observed) -> None:
-    close: list[float] = []
+    def measured_by_router() -> tuple[float, float]:
+        """How many first tokens there were, and the seconds to them."""
+        name, page = "antiphon_time_to_first_token_seconds", observed.http.get("/metrics").text
+        count, seconds = (
+            sum(map(float, re.findall(rf"^{name}_{kind}(?:{{.*}})? (\S+)$", page, re.MULTILINE)))
+            for kind in ("count", "sum")
+        )
+        return count, seconds
+
+    shares: list[float] = []
     for number in range(60):
+        before = measured_by_router()
         options = {"include_usage": True, "include_timing": True}
         body = {
             "model": "gpt-oss-tiny",
@@ -109,14 +124,17 @@ def test_the_parts_of_the_time_to_first_token_add_up_to_what_a_client_measures(o
         assert usage is not None
         parts = {name: float(ms) for name, ms in re.findall(r'"(\w+)_seconds":([0-9.e-]+)', usage)}
         assert set(parts) == {*PARTS, "total"}
-        share = sum(parts[name] for name in PARTS) / first_s
-        assert sum(parts[name] for name in PARTS) < parts["total"]
-        assert share < 1.05  # never more than there is
-        close += [share] if share > 0.95 else []
-        if len(close) == 5:
+        whole_s = sum(parts[name] for name in PARTS)
+        assert whole_s < parts["total"]
+        assert whole_s < 1.05 * first_s  # never more than there is
+        count, seconds = (now - then for now, then in zip(measured_by_router(), before, strict=True))
+        assert count == 1
+        assert whole_s - parts["detokenize"] == pytest.approx(seconds, rel=0.01, abs=1e-4)
+        shares.append(whole_s / first_s)
+        if number >= 4 and max(shares) > 0.9:
             return
-    # On a crowded machine the client, too, waits for its turn, and measures that as well.
-    pytest.fail(f"of 60 requests the parts of {len(close)} add up to the whole within 5 %")
+    # On a crowded machine the client, too, waits for its turn, and measures that as well; not always so long.
+    pytest.fail(f"the parts never add up to the whole within a tenth: {shares}")
 
 
 def test_a_document_says_where_its_time_went(observed: Observed) -> None:
@@ -130,22 +148,19 @@ def test_exemplars_lead_to_recorded_traces(observed: Observed) -> None:
     trace_id, headers = traceparent(2)
     assert observed.chat("an exemplar", headers).status_code == 200
     accept = {"accept": "application/openmetrics-text; version=1.0.0"}
-    answer = observed.http.get("/metrics", headers=accept)
-    assert answer.headers["content-type"].startswith("application/openmetrics-text")
-    found = {
-        sample.name: sample.exemplar.labels["trace_id"]
-        for family in parse_openmetrics(answer.text)
-        for sample in family.samples
-        if sample.exemplar is not None
-    }
-    name = "antiphon_time_to_first_token_seconds_bucket"
-    assert set(found) >= {name, "antiphon_e2e_request_latency_seconds_bucket"}
-    assert trace_id in {
-        sample.exemplar.labels["trace_id"]
-        for family in parse_openmetrics(answer.text)
-        for sample in family.samples
-        if sample.name == name and sample.exemplar is not None
-    }
+
+    def exemplars() -> set[tuple[str, str]]:
+        answer = observed.http.get("/metrics", headers=accept)
+        assert answer.headers["content-type"].startswith("application/openmetrics-text")
+        return {
+            (sample.name, sample.exemplar.labels["trace_id"])
+            for family in parse_openmetrics(answer.text)
+            for sample in family.samples
+            if sample.exemplar is not None
+        }
+
+    names = ("antiphon_time_to_first_token_seconds_bucket", "antiphon_e2e_request_latency_seconds_bucket")
+    until(lambda: {(name, trace_id) for name in names} <= exemplars(), seen=exemplars)
     for page in observed.pages().values():  # all of them can be read in this form, too
         text = observed.http.get(page, headers=accept).text
         assert list(parse_openmetrics(text))
@@ -182,45 +197,60 @@ def test_top_shows_the_deployment(observed: Observed) -> None:
             # Never the same beginning twice: what a cache has is not transferred.
             observed.chat(f"{time.monotonic()} " + "word " * 200, max_completion_tokens=16)
 
+    wanted = (
+        *("gpt-oss-tiny", r"prefill-0 .* ready", r"decode-0 .* ready", r"output [1-9]\d* tokens/s"),
+        *(r"TTFT p50 ≤ \S+ m?s", r"[1-9]\S* [kM]B/s"),
+    )
+
+    def missing(shown: str) -> list[str]:
+        return [what for what in wanted if not re.search(what, shown)]
+
     thread = threading.Thread(target=load)
     thread.start()
     try:
-        done = subprocess.run(
-            [*ANTIPHON, "top", observed.metrics_url, "--once", "--interval", "2"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={**os.environ, "COLUMNS": "120"},
-        )
+        for interval_s in (1, 4, 16):  # on a crowded machine nothing may come to its end in a short one
+            command = [*ANTIPHON, "top", observed.metrics_url, "--once", "--interval", str(interval_s)]
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "120"}
+            )
+            assert done.returncode == 0, done.stderr
+            if not missing(done.stdout):
+                break
     finally:
         stop.set()
         thread.join()
-    assert done.returncode == 0, done.stderr
-    assert "gpt-oss-tiny" in done.stdout
-    assert re.search(r"prefill-0 .* ready", done.stdout)
-    assert re.search(r"decode-0 .* ready", done.stdout)
-    assert re.search(r"output [1-9]\d* tokens/s", done.stdout)
-    assert re.search(r"TTFT p50 ≤ \S+ m?s", done.stdout)
-    assert re.search(r"[1-9]\S* [kM]B/s", done.stdout)
+    assert missing(done.stdout) == [], done.stdout
+
+
+def attempts_with_a_death(observed: Observed, trace_id: str, headers: dict[str, str]) -> list[RecordedSpan]:
+    """Both attempts of a request whose decode worker was killed; none where it had its answer before that."""
+    answers = []
+    text = f"{trace_id[-4:]}. " + "Count. " * 100
+    asking = threading.Thread(
+        target=lambda: answers.append(observed.chat(text, headers, max_completion_tokens=400))
+    )
+    until(lambda: observed.http.get("/ready").status_code == 200 and "decode-0" in observed.pages(), 120)
+    page, victim = observed.pages()["decode-0"], observed.pid_of("DecodeActor")
+    running = re.compile(r"^antiphon_num_requests_running{.*} 1\.0$", re.MULTILINE)
+    asking.start()
+    until(lambda: running.search(observed.http.get(page).text) or not asking.is_alive())
+    if asking.is_alive():
+        os.kill(victim, signal.SIGKILL)
+    asking.join()
+    assert answers[0].status_code == 200, answers[0].text
+    until(lambda: any(s.name.startswith("POST") for s in observed.spans.of(trace_id)))
+    attempts = [s for s in observed.spans.of(trace_id) if s.name == "attempt"]
+    return sorted(attempts, key=lambda s: s.start_s) if len(attempts) == 2 else []
 
 
 def test_a_dead_decode_worker_leaves_a_trace_with_both_attempts(observed: Observed) -> None:
-    trace_id, headers = traceparent(3)
-    answers = []
-    asking = threading.Thread(
-        target=lambda: answers.append(observed.chat("Count. " * 100, headers, max_completion_tokens=200))
-    )
-    asking.start()
-    metric = "antiphon_num_requests_running"
-    page = observed.pages()["decode-0"]
-    until(lambda: re.search(rf"^{metric}{{.*}} 1\.0$", observed.http.get(page).text, re.MULTILINE))
-    os.kill(observed.pid_of("DecodeActor"), signal.SIGKILL)
-    asking.join()
-    assert answers[0].status_code == 200, answers[0].text
-    until(lambda: sum(s.name == "attempt" for s in observed.spans.of(trace_id)) == 2)
-    first, second = sorted(
-        (s for s in observed.spans.of(trace_id) if s.name == "attempt"), key=lambda s: s.start_s
-    )
+    for number in range(3, 13):
+        trace_id, headers = traceparent(number)
+        if attempts := attempts_with_a_death(observed, trace_id, headers):
+            break
+    else:
+        pytest.fail("every answer came before the kill")
+    first, second = attempts
     assert (first.failed, second.failed) == (True, False)
     assert first.parent_id == second.parent_id
     assert second.attributes["antiphon.attempts"] == 2
@@ -228,4 +258,4 @@ def test_a_dead_decode_worker_leaves_a_trace_with_both_attempts(observed: Observ
     until(lambda: "decode" in children(observed.spans.of(trace_id), second))
     assert children(observed.spans.of(trace_id), second)["decode"].process == "decode-0"
     restarts = observed.http.get(f"{observed.metrics_url}/metrics").text
-    assert re.search(r'antiphon_member_restarts_total{.*worker="decode-0"} 1\.0', restarts)
+    assert re.search(r'antiphon_member_restarts_total{.*worker="decode-0"} [1-9]\d*\.0', restarts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -19,10 +20,16 @@ from antiphon.cluster.supervisor import OperationFailed
 from antiphon.cluster.upgrade import Upgrade
 from antiphon.configs.schema import DeploymentConfig
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(600),  # a crowded machine starts processes slowly
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 CHECK_S = 0.1
 """Interval of the load balancer's health checks."""
+OLD_S = 1.0
+"""What it saw longer ago it looks at again before a request: this process may have been held up meanwhile."""
 REQUEST = {
     "model": "gpt-oss-tiny",
     "messages": [{"role": "user", "content": "Sing while the choir changes. " + "alleluia " * 60}],
@@ -50,7 +57,7 @@ class Load:
         self.outcomes: Counter[str] = Counter()
 
     async def __aenter__(self) -> Load:
-        self._http = httpx.AsyncClient(timeout=60.0, trust_env=False)
+        self._http = httpx.AsyncClient(timeout=120.0, trust_env=False)
         await self._look()
         self._checking = asyncio.create_task(self._check())
         self._tasks = [asyncio.create_task(self._ask(i)) for i in range(self._clients)]
@@ -68,9 +75,10 @@ class Load:
             await self._look()
 
     async def _look(self) -> None:
-        urls = self._deployment.urls
+        began, urls = time.monotonic(), self._deployment.urls
         ready = await asyncio.gather(*(self._ready(url) for url in urls))
         self._healthy = [url for url, is_ready in zip(urls, ready, strict=True) if is_ready]
+        self._looked_at = began
 
     async def _ready(self, url: str) -> bool:
         try:
@@ -82,6 +90,11 @@ class Load:
         turn = number
         while self._asking:
             turn += 1
+            if time.monotonic() > self._looked_at + OLD_S:
+                await self._look()
+            if not self._healthy:
+                await asyncio.sleep(CHECK_S)
+                continue
             url = self._healthy[turn % len(self._healthy)]
             try:
                 response = await self._http.post(f"{url}/v1/chat/completions", json=REQUEST)

@@ -19,7 +19,7 @@ from antiphon.benchmarks.split.run import HttpLoad, run_comparison
 from antiphon.benchmarks.split.verdict import comparison, sentence
 from antiphon.configs.schema import DeploymentConfig
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # a crowded machine starts processes slowly
 
 PROMPT = [1000 + 7 * position for position in range(150)]
 

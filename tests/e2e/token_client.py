@@ -58,7 +58,7 @@ class Workers:
 
     async def until_ready(self) -> None:
         """Wait until a request would find a pair of workers that knows of the present topology."""
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(180):
             while True:
                 told = self._told == self._supervisor.topology.version
                 if told and self._dispatcher.ready:
