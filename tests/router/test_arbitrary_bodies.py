@@ -88,7 +88,9 @@ async def test_no_body_crashes_the_service(deploy, path, models):
         request = body(rng, fields)
         response = await deployment.http.post(path, content=orjson.dumps(request))
         statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
-        assert response.status_code in (200, 400, 404), (request, response.text)
+        # A deadline of a second may pass where nobody had time for the request.
+        answers = (200, 400, 404, 503, 504) if request.get("timeout_s") else (200, 400, 404)
+        assert response.status_code in answers, (request, response.text)
         if response.status_code != 200:
             error = response.json()["error"]
             assert error["message"]

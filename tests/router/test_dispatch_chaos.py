@@ -88,7 +88,7 @@ async def test_answers_survive_every_schedule(seed):
         sampling = SamplingParams(max_tokens=100, seed=i)
         now = time.monotonic()
         prompt = [rng.randrange(1000) for _ in range(rng.choice([1, 2, 40]))]
-        generation = Generation(f"g{i}", 0, prompt, sampling, channel, now, now + 30)
+        generation = Generation(f"g{i}", 0, prompt, sampling, channel, now, now + 600)
         generations.append(generation)
         readers.append(asyncio.create_task(read(channel)))
         dispatcher.submit(generation)
@@ -98,7 +98,7 @@ async def test_answers_survive_every_schedule(seed):
     victim = rng.choice(generations)
     dispatcher.abandon(victim, EndKind.CLIENT_GONE)
     calm(gateway)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         answers = await asyncio.gather(*readers)
     await asyncio.sleep(0.002)
     for generation, (tokens, end) in zip(generations, answers, strict=True):

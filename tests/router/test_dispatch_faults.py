@@ -241,22 +241,29 @@ async def test_kv_that_never_comes_uses_up_the_attempts(deploy, until):
     assert not workers.workers["d0"].requests
 
 
-async def test_deadline_ends_both_legs(deploy):
+async def test_deadline_ends_both_legs(deploy, until, pass_time):
     workers = workers_saying()
     workers.workers["p0"].hold = True
-    deployment = await deploy(workers, request_timeout_s=0.1)
-    response = await deployment.chat()
+    deployment = await deploy(workers, request_timeout_s=30.0)
+    answer = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["p0"].held)
+    pass_time(30.0)
+    response = await answer
     assert response.status_code == 504
     assert response.json()["error"]["code"] == "timeout"
     assert sent(workers, "p0", AbortRequest)
     assert sent(workers, "d0", AbortRequest)
 
 
-async def test_deadline_after_the_first_byte_is_an_event(deploy):
+async def test_deadline_after_the_first_byte_is_an_event(deploy, until, pass_time):
     workers = workers_saying()
-    workers.step_s = 0.02
+    workers.step_s = 0.002
     deployment = await deploy(workers)
-    response = await deployment.chat(stream=True, timeout_s=0.2)
+    answer = asyncio.create_task(deployment.chat(stream=True, timeout_s=30.0))
+    await until(lambda: workers.workers["d0"].batches > 4)
+    workers.step_s = 45.0  # the next token but one would come too late
+    pass_time(30.0)
+    response = await answer
     assert response.status_code == 200
     *_, last = [line[6:] for line in response.text.split("\n\n") if line]
     assert json.loads(last)["error"]["code"] == "timeout"

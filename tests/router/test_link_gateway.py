@@ -135,15 +135,17 @@ async def test_a_worker_that_dies_is_replaced_by_its_next_life(parts, until):
     await until(lambda: not server.ready)
     assert not answer.done()
     successor = ListeningWorker("d0", Role.DECODE)
-    prefill.decode = successor
-    server.set_topology(Topology(2, (prefill.address, successor.address)))
-    prefill.on_up(prefill.router)
-    await until(lambda: server.ready)
-    # The new life answers from the beginning; what was emitted before is neither lost nor repeated.
-    response = await answer
-    assert response.json()["choices"][0]["message"]["content"] == "hello"
-    assert successor.request.output_token_ids == byte_answer((CONTENT, "hello"))[:3]
-    successor.node.close()
+    try:
+        prefill.decode = successor
+        server.set_topology(Topology(2, (prefill.address, successor.address)))
+        prefill.on_up(prefill.router)
+        await until(lambda: server.ready)
+        # The new life answers from the beginning; what was emitted before is neither lost nor repeated.
+        response = await answer
+        assert response.json()["choices"][0]["message"]["content"] == "hello"
+        assert successor.request.output_token_ids == byte_answer((CONTENT, "hello"))[:3]
+    finally:
+        successor.node.close()
 
 
 async def test_a_farewell_is_read_though_the_connection_has_ended_by_then(parts, until):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import openai
@@ -133,21 +134,28 @@ async def test_cut_short(deploy):
     assert events[-2]["item"]["status"] == "incomplete"
 
 
-async def test_failure_after_the_first_event(deploy):
+async def test_failure_after_the_first_event(deploy, until, pass_time):
     workers = answering((CONTENT, "x" * 100))
-    workers.step_s = 0.02
+    workers.step_s = 0.002
     deployment = await deploy(workers)
-    events = events_of((await respond(deployment, stream=True, timeout_s=0.2)).text)
+    answer = asyncio.create_task(respond(deployment, stream=True, timeout_s=30.0))
+    await until(lambda: workers.workers["d0"].batches > 4)
+    workers.step_s = 45.0  # the next token but one would come too late
+    pass_time(30.0)
+    events = events_of((await answer).text)
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"]["code"] == "server_error"
     assert events[-1]["response"]["status"] == "failed"
 
 
-async def test_a_deadline_that_passes_before_the_first_event(deploy):
+async def test_a_deadline_that_passes_before_the_first_event(deploy, until, pass_time):
     workers = answering((CONTENT, "x" * 100))
-    workers.step_s = 0.02
+    workers.workers["d0"].hold = True
     deployment = await deploy(workers)
-    assert (await respond(deployment, timeout_s=0.2)).status_code == 504
+    answer = asyncio.create_task(respond(deployment, timeout_s=30.0))
+    await until(lambda: workers.workers["d0"].held)
+    pass_time(30.0)
+    assert (await answer).status_code == 504
 
 
 async def test_previous_response_goes_on(deploy):

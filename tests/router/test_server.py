@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 
 import httpx
 import pytest
@@ -32,10 +31,10 @@ def test_unknown_host_is_one_clear_error():
 
 async def test_drain_finishes_what_runs_and_takes_nothing_new(deploy, until):
     workers = ScriptedGateway(lambda _: byte_answer((CONTENT, "x" * 20)))
-    workers.step_s = 0.02
-    deployment = await deploy(workers, drain_timeout_s=10)
+    workers.workers["d0"].hold = True
+    deployment = await deploy(workers, drain_timeout_s=60)
     running = asyncio.create_task(deployment.chat())
-    await until(lambda: workers.workers["d0"].batches)
+    await until(lambda: workers.workers["d0"].held)
     stopping = asyncio.create_task(deployment.server.stop())
     await asyncio.sleep(0)
     assert (await deployment.http.get("/ready")).status_code == 503
@@ -43,6 +42,7 @@ async def test_drain_finishes_what_runs_and_takes_nothing_new(deploy, until):
     late = await deployment.chat()
     assert late.status_code == 503
     assert late.headers["retry-after"]
+    workers.go_on("d0")
     assert (await running).json()["choices"][0]["message"]["content"] == "x" * 20
     await stopping
     with pytest.raises(httpx.TransportError):
@@ -66,20 +66,21 @@ async def test_drain_is_bounded_and_says_so(deploy, until):
 async def test_the_notice_of_a_drain_is_part_of_its_time(deploy, until):
     workers = ScriptedGateway(lambda _: byte_answer((CONTENT, "x" * 400)))
     workers.step_s = 0.05  # far more in all than the drain may take
-    deployment = await deploy(workers, drain_notice_s=1.0, drain_timeout_s=1.5)
+    deployment = await deploy(workers, drain_notice_s=0.8, drain_timeout_s=1.0)
     running = asyncio.create_task(deployment.chat())
     await until(lambda: workers.workers["d0"].batches)
-    began = time.monotonic()
+    now = asyncio.get_running_loop().time
+    began = now()
     await deployment.server.stop()
-    assert 1.4 < time.monotonic() - began < 2.4
+    assert 0.9 < now() - began < 1.7
     assert (await running).status_code == 503
 
 
 PROBE = """
 import sys, time
-started = time.perf_counter()
+started = time.process_time()
 import antiphon.router.server, antiphon.router.dispatch.link_gateway
-took = time.perf_counter() - started
+took = time.process_time() - started
 heavy = {"torch", "ray", "nixl", "transformers", "numpy", "triton", "redis"} & set(sys.modules)
 banned = [f"antiphon.{name}" for name in
           ("prefill_worker", "decode_worker", "engine", "model", "kernels", "kv_transfer", "cluster")]
@@ -89,11 +90,10 @@ print(took, sorted(heavy) + workers)
 
 
 def test_import_is_light_and_quick():
-    started = time.perf_counter()
     result = subprocess.run(
-        [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=200
     )
     took, heavy = result.stdout.split(" ", 1)
     assert heavy.strip() == "[]"
-    # 1.5 s is the promise on an idle machine; the margin is for a loaded one.
-    assert float(took) < 5, f"import took {took} s of {time.perf_counter() - started:.1f} s"
+    # Of the processor, which is the promise of 1.5 s on an idle machine; the margin is for a slow one.
+    assert float(took) < 5, f"import took {took} s"
