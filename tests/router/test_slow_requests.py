@@ -7,7 +7,8 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -30,21 +31,31 @@ async def connection(deployment) -> AsyncIterator[tuple[asyncio.StreamReader, as
     url = httpx.URL(deployment.server.url)
     reader, writer = await asyncio.open_connection(url.host, url.port)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             yield reader, writer
     finally:
         writer.close()
 
 
-async def trickle(writer: asyncio.StreamWriter, parts: Iterable[bytes], pause_s: float = 0.02) -> None:
-    """Send one part after the other until the server has had enough."""
+async def trickle(writer: asyncio.StreamWriter, parts: Iterable[bytes], pause_s: float = 0.02) -> bool:
+    """Send one part after the other until the server has had enough; whether they were all sent."""
     try:
         for part in parts:
             writer.write(part)
             await writer.drain()
             await asyncio.sleep(pause_s)
     except ConnectionError:
-        pass
+        return False
+    return True
+
+
+async def all_of(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the server closes, which is a reset where something sent was still unread."""
+    parts = []
+    with suppress(ConnectionResetError):
+        while part := await reader.read(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
 
 
 def single(data: bytes) -> list[bytes]:
@@ -54,8 +65,8 @@ def single(data: bytes) -> list[bytes]:
 async def refused(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, parts: list[bytes]) -> bytes:
     """All that comes back until the server closes, while the parts are sent; fails where they all were."""
     sending = asyncio.create_task(trickle(writer, parts))
-    answer = await reader.read()
-    assert not sending.done(), "the client was allowed to send everything"
+    answer = await all_of(reader)
+    assert not sending.done() or not sending.result(), "the client was allowed to send everything"
     sending.cancel()
     return answer
 
@@ -99,7 +110,7 @@ async def test_a_connection_that_asks_nothing_is_closed_without_a_word(deploy, p
     deployment = await deploy(head_timeout_s=0.3)
     async with connection(deployment) as (reader, writer):
         sending = asyncio.create_task(trickle(writer, parts))
-        assert await reader.read() == b""
+        assert await all_of(reader) == b""
         sending.cancel()
 
 
@@ -223,10 +234,10 @@ async def test_an_answer_that_nobody_reads_does_not_hold_its_connection(deploy, 
     body = json.dumps({"prompt": "x" * 6_000_000}).encode()
     async with connection(deployment) as (_, writer):
         connections = deployment.server._server.server_state.connections
-        before = len(connections)
+        await until(lambda: connections)
         writer.transport.pause_reading()
         writer.write(post("/tokenize", len(body)) + body + GET * pipelined)
-        await until(lambda: len(connections) == before, seconds=15)
+        await until(lambda: not connections)
     assert (await deployment.chat()).status_code == 200
 
 
@@ -250,18 +261,35 @@ async def test_a_stream_behind_an_answer_is_not_bounded_by_it(deploy):
         assert limit_ms() == 0
 
 
-async def test_an_answer_that_is_read_slowly_is_read_to_its_end(deploy):
-    deployment = await deploy(model=ROOMY, body_timeout_s=0.4)
+async def read_slowly(deployment) -> tuple[bool, float, float]:
+    """(whether an answer came to its end, how long it was read, the longest pause between two reads)."""
     body = json.dumps({"prompt": "x" * 3_000_000}).encode()
     url = httpx.URL(deployment.server.url)
     reader, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
-    began, size = time.monotonic(), 0
-    async with asyncio.timeout(20):
+    try:
         writer.write(post("/tokenize", len(body)) + body)
         head = await reader.readuntil(b"\r\n\r\n")
         length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
-        while size < int(length.split(b":")[1]):
-            size += len(await reader.read(600_000))
-            await asyncio.sleep(0.05)
-    assert time.monotonic() - began > 0.8
-    writer.close()
+        left, reads = int(length.split(b":")[1]), [time.monotonic()]
+        with suppress(ConnectionError):
+            while left and (part := await reader.read(600_000)):
+                left -= len(part)
+                reads.append(time.monotonic())
+                await asyncio.sleep(0.05)
+        reads.append(time.monotonic())
+    finally:
+        writer.close()
+    return not left, reads[-1] - reads[0], max(after - before for before, after in pairwise(reads))
+
+
+async def test_an_answer_that_is_read_slowly_is_read_to_its_end(deploy):
+    limit_s = 0.4
+    deployment = await deploy(model=ROOMY, body_timeout_s=limit_s)
+    for _ in range(20):
+        whole, took_s, longest_pause_s = await read_slowly(deployment)
+        if whole:
+            break
+        # The kernel's clock is everybody's: it rightly cuts off who was not let run for so long.
+        assert longest_pause_s > limit_s / 2, "cut off though it read on"
+    assert whole
+    assert took_s > 1.5 * limit_s
