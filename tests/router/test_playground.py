@@ -18,6 +18,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from antiphon.router.byte_format import ARGUMENTS, CONTENT, REASONING, TOOL, byte_answer
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
 from antiphon.router.pages import FOLDER, PAGE_PATHS
+from antiphon.router.served_model import ServedModel
 
 CHROMIUM = shutil.which("chromium")
 CHROMEDRIVER = shutil.which("chromedriver")
@@ -41,13 +42,16 @@ ANSWER = (
 )
 
 
+ENDLESS = ServedModel(name="tiny", max_context_tokens=200_000, created=0, fingerprint="fp")
+
+
 class Page:
     """The page as its user sees it. Calls block: they belong into a thread."""
 
     def __init__(self, driver: WebDriver) -> None:
         self.driver = driver
 
-    def wait(self, selector: str, text: str = "", seconds: float = 20) -> str:
+    def wait(self, selector: str, text: str = "", seconds: float = 60) -> str:
         """Text of the last visible match, once it holds ``text``."""
 
         def found(driver: WebDriver) -> str | bool:
@@ -59,6 +63,11 @@ class Page:
     def type(self, *keys: str) -> None:
         """Keys to whatever has the focus."""
         self.driver.switch_to.active_element.send_keys(*keys)
+
+    def gone(self, selector: str) -> None:
+        """Wait until nothing matches."""
+        waiting = WebDriverWait(self.driver, 60, poll_frequency=0.05)
+        waiting.until(lambda _: not self.count(selector), f"{selector} is still there")
 
     def count(self, selector: str) -> int:
         return len(self.driver.find_elements(By.CSS_SELECTOR, selector))
@@ -154,7 +163,7 @@ async def test_a_conversation(deploy, driver, tmp_path):
         page.answered()
         driver.save_screenshot(str(tmp_path / "conversation.png"))
         page.type(Keys.ALT, "n")
-        assert page.count(".answer") == 0
+        page.gone(".answer")
         assert not page.complaints()
 
     await asyncio.to_thread(use)
@@ -172,7 +181,8 @@ async def test_tool_calls_are_answered_on_the_page(deploy, driver):
     def use() -> None:
         page = Page(driver)
         driver.get(deployment.server.url)
-        driver.execute_script("localStorage.clear(); location.reload()")
+        driver.execute_script("localStorage.clear()")
+        driver.refresh()  # which waits until it is loaded
         page.wait("#status", "ready")
         driver.find_element(By.ID, "sample-tool").click()
         driver.find_element(By.CSS_SELECTOR, "#settings input[value=low] + span").click()
@@ -183,7 +193,7 @@ async def test_tool_calls_are_answered_on_the_page(deploy, driver):
         page.type("minus 5", Keys.TAB, Keys.ENTER)
         page.wait(".answer:last-of-type .text", "Cold.")
         page.answered()
-        assert page.count(".results button") == 0
+        page.gone(".results button")
         assert not page.complaints()
         # What was set is there again after a reload.
         driver.refresh()
@@ -197,9 +207,9 @@ async def test_tool_calls_are_answered_on_the_page(deploy, driver):
 
 @in_browser
 async def test_stopping_and_errors(deploy, driver, until):
-    workers = ScriptedGateway(lambda _: byte_answer((CONTENT, "x" * 400)))
+    workers = ScriptedGateway(lambda _: byte_answer((CONTENT, "x" * 100_000)))
     workers.step_s = 0.02
-    deployment = await deploy(workers)
+    deployment = await deploy(workers, ENDLESS)
 
     def stop() -> None:
         page = Page(driver)
