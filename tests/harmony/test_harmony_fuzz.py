@@ -135,7 +135,7 @@ _TOKENS = st.lists(st.one_of([st.sampled_from(kind) for kind in _alphabet(load_v
 @settings(
     max_examples=1500,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     database=None,
 )
 @given(_TOKENS, st.lists(st.integers(1, 7), min_size=1, max_size=4), st.sampled_from(POLICIES))

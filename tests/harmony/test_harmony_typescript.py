@@ -123,10 +123,10 @@ def test_definitions_that_multiply_are_cut_off() -> None:
     for level in range(12):
         properties = {f"p{i}": {"$ref": f"#/$defs/L{level + 1}"} for i in range(10)}
         definitions[f"L{level}"] = {"type": "object", "properties": properties}
-    started = time.perf_counter()
+    started = time.process_time()
     text = _properties({"a": {"$ref": "#/$defs/L0"}}, **{"$defs": definitions})
     assert len(text) < 1_000_000
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_schemas_nested_deeply() -> None:

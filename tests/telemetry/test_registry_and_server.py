@@ -36,7 +36,7 @@ def serve() -> Iterator[Serve]:
 
 def get(server: MetricsServer, path: str, accept: str = "*/*") -> tuple[str, str]:
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers={"accept": accept})
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return answer.read().decode(), answer.headers["content-type"]
 
 
@@ -91,14 +91,16 @@ def test_openmetrics_has_exemplars_and_keeps_every_name(serve: Serve) -> None:
 
 
 def test_workers_of_one_node_share_a_first_port(serve: Serve) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        first = probe.getsockname()[1]
-    ports = [serve(registry(), first, several=True).port for _ in range(3)]
-    assert ports[0] == first
-    assert ports == sorted(set(ports))
-    with pytest.raises(ConfigError, match=str(first)):
-        serve(registry(), first)
+    with socket.socket() as holder:
+        # Bound like this and not listening, it keeps the port from others and leaves it to the server.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        first = holder.getsockname()[1]
+        ports = [serve(registry(), first, several=True).port for _ in range(3)]
+        assert ports[0] == first
+        assert ports == sorted(set(ports))
+        with pytest.raises(ConfigError, match=str(first)):
+            serve(registry(), first)
 
 
 def test_targets_and_unknown_pages(serve: Serve) -> None:
