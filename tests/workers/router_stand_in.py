@@ -32,10 +32,12 @@ from antiphon.protocol.messages import (
 )
 
 TOKEN = "a cluster token for tests"
+LEASE_S = 6.0
+"""Of links. A farewell may be lost, and then a test waits for this."""
 
 
 def wait_until(
-    condition: Callable[[], bool], seconds: float = 60.0, what: str | Callable[[], str] = "condition"
+    condition: Callable[[], object], seconds: float = 60.0, what: str | Callable[[], str] = "condition"
 ) -> None:
     """Poll until true; fails the test otherwise."""
     deadline = time.monotonic() + seconds
@@ -74,7 +76,7 @@ class Outcome:
 class RouterStandIn:
     """Plays a router's part of the protocol as simply as possible."""
 
-    def __init__(self, name: str = "router-0", seed: int = 0, lease_s: float = 3.0) -> None:
+    def __init__(self, name: str = "router-0", seed: int = 0, lease_s: float = LEASE_S) -> None:
         self.errors: list[BaseException] = []
         self.thread = LinkThread(name, self.errors.append)
         self.thread.start()
@@ -154,6 +156,28 @@ class RouterStandIn:
 
     def wait_tokens(self, name: str, seconds: float = 60.0) -> None:
         wait_until(lambda: self.requests[name].tokens, seconds, lambda: f"tokens of {name}")
+
+    def wait_prefilled(self, *names: str) -> None:
+        """A prefill worker says so over a link of its own: it may come after the tokens."""
+        wait_until(
+            lambda: all(self.requests[name].prefilled for name in names),
+            what=lambda: f"word of a prefill for each of {[self.requests[name] for name in names]}",
+        )
+
+    def wait_prefill_failed(self, name: str) -> None:
+        """As above."""
+        wait_until(lambda: self.requests[name].prefill_failures, what=f"a failed prefill of {name}")
+
+    def begin_prefill(self) -> None:
+        """Ask for every prefill that was held back, and hold back none any more."""
+
+        def begin() -> None:
+            self.hold_prefill = False
+            for name, ticket in self.tickets.items():
+                if name not in self.prefilling:
+                    self._prefill_again(name, ticket.attempt)
+
+        self.thread.call(begin)
 
     def on_up(self, peer: Peer) -> None:
         self.last_batch[peer] = 0

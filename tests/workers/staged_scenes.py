@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from router_stand_in import wait_until
+
 from antiphon.decode_worker.receiver import ReceiveState
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
 from antiphon.prefill_worker.jobs import JobState
@@ -16,6 +18,10 @@ from antiphon.protocol.messages import AbortRequest
 Start = Callable[..., tuple[Any, Any]]
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 90, 12
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    wait_until(condition, what=what)
 
 
 @dataclass
@@ -67,21 +73,19 @@ class Scene:
             router._prefill_again(name, ticket.attempt)
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
-
-
 class Gate:
-    """Keeps a fake model in its next forward pass."""
+    """Keeps a fake model in the middle of a forward pass, after so many layers from now on."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, layers: int = 1) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
-        model.interrupt = self._wait
+        self._model, self._layers = model, layers
+        model.interrupt = self._after_layer
 
-    def _wait(self) -> None:
+    def _after_layer(self) -> None:
+        self._layers -= 1
+        if self._layers > 0:
+            self._model.interrupt = self._after_layer
+            return
         self.reached.set()
         assert self.opened.wait(120)
 
@@ -99,17 +103,39 @@ class Slow:
             time.sleep(self._layer_s)
 
 
+def overdue(decode: Any, times: int = 1) -> None:
+    """Let a decode worker see that it waited in vain, so many times over: its clock is put forward.
+
+    It asks for what is missing the first two times, tells the writer to stop the third time, and goes on
+    without the writer's word the fourth time.
+    """
+    receiver = decode._dispatch.receiver
+
+    def put_forward() -> None:
+        for _ in range(times):  # with no message in between, which may renew the wait
+            clock, ahead_s = receiver._clock, 1.01 * receiver._timeout_s
+            receiver._clock = lambda clock=clock, ahead_s=ahead_s: clock() + ahead_s
+            receiver.tick()
+
+    decode._thread.call(put_forward)
+
+
+def put_forward(engine: Any, seconds: float) -> None:
+    """Put an engine's clock forward."""
+    clock = engine._clock
+    engine._clock = lambda: clock() + seconds
+
+
 class Staging:
     """Builds scenes; each method is a state and returns once the request is in it."""
 
-    def __init__(self, start: Start, make_config: Any, deadline_s: float | None) -> None:
-        self._start, self._make_config, self._deadline_s = start, make_config, deadline_s
+    def __init__(self, start: Start, deadline_s: float | None) -> None:
+        self._start, self._deadline_s = start, deadline_s
 
     def _pair(self, **decode_settings: object) -> tuple[Any, Any, InProcessNetwork]:
         network = InProcessNetwork()
         pair, router = self._start(
             network.transport,
-            deployment=self._make_config(completion_timeout_s=0.3),
             decode_settings=decode_settings,
         )
         return pair, router, network
@@ -179,13 +205,16 @@ class Staging:
 
     def decode_stopping(self) -> Scene:
         scene = self.decode_receiving()
+        overdue(scene.pair.decode, 3)
         self._until_receive(scene, ReceiveState.STOPPING)
         return scene
 
     def decode_abandoned(self) -> Scene:
         scene = self.decode_receiving()
         scene.router.hold_prefill = True
+        overdue(scene.pair.decode, 4)
         self._until_receive(scene, ReceiveState.ABANDONED)
+        until(lambda: scene.outcome.attempts == [1, 2], "other pages")
         return scene
 
     def prefill_ending(self) -> Scene:
@@ -204,16 +233,17 @@ class Staging:
 
     def decode_preempted(self) -> Scene:
         pair, router, network = self._pair(full_pages=14, prefix_cache=False)
+        router.hold_prefill = True
         other = router.generate(router.random_prompt(60), max_tokens=90)
-        router.wait_tokens(other)
-        # It must not have ended by the time that the one which takes its pages is there.
-        there: list[str] = []
-        Slow(pair.models[1], lambda: bool(there) and router.requests[there[0]].prefilled > 0)
         prompt = router.random_prompt(PROMPT_TOKENS)
         name = router.generate(prompt, max_tokens=60, deadline_s=self._deadline_s)
-        there.append(name)
-        until(lambda: router.requests[name].prefilled == 1, "the first prefill")
+        until(lambda: {other, name} <= router.tickets.keys(), "both reservations")
+        gate = Gate(pair.models[1])  # neither goes on before both are there: they run out of pages together
+        router.begin_prefill()
+        until(lambda: pair.decode.status().counters.get("receives_complete") == 2, "the KV of both")
+        router.wait_prefilled(other, name)
         router.hold_prefill = True
+        gate.opened.set()
         until(lambda: len(router.requests[name].attempts) > 1, "the preemption")
         return Scene(pair, router, network, name, lambda: None)
 

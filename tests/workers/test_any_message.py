@@ -61,7 +61,7 @@ class Stranger:
         self.errors: list[BaseException] = []
         self.thread = LinkThread(f"links-{name}", self.errors.append)
         self.thread.start()
-        settings = LinkSettings(heartbeat_s=0.1, lease_s=30.0)
+        settings = LinkSettings(heartbeat_s=0.1, lease_s=120.0)
         self.peer = Peer(role, name, EPOCH)
         self.node = LinkNode(self.peer, TOKEN, self, settings)
         self.thread.call(self.node.start)
@@ -283,6 +283,7 @@ def test_a_ticket_for_pages_that_there_are_not_fails_its_job_alone(
     router.hold_prefill = False
     router.thread.call(router._prefill_again, name, ticket.attempt)
     router.wait(name)
+    router.wait_prefill_failed(name)
     failed = router.requests[name].prefill_failures
     assert [failure.stage for failure in failed] == ["post"]
     assert f"pages [{page}" in failed[0].reason
@@ -294,7 +295,7 @@ def test_a_ticket_for_pages_that_there_are_not_fails_its_job_alone(
 def test_a_rank_that_is_not_awaited_is_not_taken() -> None:
     errors: list[BaseException] = []
     thread = LinkThread("links-d", errors.append)
-    me, settings = Peer(Role.DECODE, "d", 1), LinkSettings(heartbeat_s=0.1, lease_s=30.0)
+    me, settings = Peer(Role.DECODE, "d", 1), LinkSettings(heartbeat_s=0.1, lease_s=120.0)
     links = RankLinks(
         *(me, 3, thread, TOKEN, settings),
         publish=lambda meeting: None,

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from router_stand_in import wait_until
+from staged_scenes import Gate
 
 from antiphon.kv_transfer.in_process import InProcessNetwork
 
@@ -16,12 +18,16 @@ Start = Callable[..., tuple[Any, Any]]
 def test_choices_of_a_prompt_cost_one_prefill(started: Start, length: int) -> None:
     pair, router = started(InProcessNetwork().transport)
     prompt = router.random_prompt(length)
-    # Long enough to speak still when the last of the others comes.
-    first = router.generate(prompt, seed=1, temperature=1.0, max_tokens=200)
+    gate = Gate(pair.models[1])  # the first one must not have ended when the last of the others comes
+    first = router.generate(prompt, seed=1, temperature=1.0, max_tokens=20)
     forks = [
         router.generate(prompt, fork_of=first, seed=i, temperature=1.0, max_tokens=20) for i in (2, 3, 4)
     ]
+    wait_until(lambda: pair.decode.status().requests == 4, what="all choices")
+    gate.opened.set()
     router.wait(first, *forks)
+    if length > 1:
+        router.wait_prefilled(first)
     for name in (first, *forks):
         outcome = router.requests[name]
         assert outcome.tokens == outcome.expected()
@@ -36,9 +42,12 @@ def test_choices_of_a_prompt_cost_one_prefill(started: Start, length: int) -> No
 def test_a_fork_of_one_that_speaks_already(started: Start) -> None:
     pair, router = started(InProcessNetwork().transport)
     prompt = router.random_prompt(50)
-    first = router.generate(prompt, max_tokens=400)
+    gate = Gate(pair.models[1], layers=pair.models[1].config.num_hidden_layers + 1)  # in its second step
+    first = router.generate(prompt, max_tokens=20)
     router.wait_tokens(first)
     late = router.generate(prompt, fork_of=first)
+    wait_until(lambda: pair.decode.status().requests == 2, what="the other choice")
+    gate.opened.set()
     router.wait(first, late)
     assert router.requests[late].tokens == router.requests[late].expected()
     assert router.requests[late].prefilled == 0
@@ -76,6 +85,7 @@ def test_without_a_prefix_cache_every_choice_has_its_own_prefill(started: Start)
     first = router.generate(prompt)
     fork = router.generate(prompt, fork_of=first)
     router.wait(first, fork)
+    router.wait_prefilled(first, fork)
     assert [router.requests[name].prefilled for name in (first, fork)] == [1, 1]
     assert router.requests[fork].tokens == router.requests[fork].expected()
     pair.wait_idle()

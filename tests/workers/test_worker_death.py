@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
+
+from router_stand_in import wait_until
 
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
 from antiphon.protocol.codec import encode
@@ -125,10 +126,3 @@ def test_only_one_writer_is_granted(started: Start) -> None:
     assert pair.decode.status().pages_quarantined > 0
     pair.decode._thread.call(receiver.on_drained, type(me)(me.role, "one", 7), drained)
     pair.wait_idle()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

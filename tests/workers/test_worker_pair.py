@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from staged_scenes import Slow
+from router_stand_in import wait_until
+from staged_scenes import Gate, Slow, overdue
 
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
@@ -25,8 +25,10 @@ def test_tokens_equal_those_of_an_engine_without_transfer(started: Start, length
     outcome = router.requests[name]
     assert outcome.tokens == outcome.expected()
     assert outcome.finish.reason == "length"
-    assert outcome.prefilled == (length > 1), "a one-token prompt has nothing to prefill"
     pair.wait_idle()
+    if length > 1:
+        router.wait_prefilled(name)
+    assert outcome.prefilled == (length > 1), "a one-token prompt has nothing to prefill"
 
 
 def test_tokens_over_nixl(started: Start) -> None:
@@ -58,9 +60,15 @@ def test_many_requests_with_preemption(started: Start) -> None:
     pair, router = started(
         InProcessNetwork(seed=3, max_delay_polls=5).transport, decode_settings={"full_pages": 24}
     )
-    # The first ones must not have ended by the time that others are there with whom they run out of pages.
-    Slow(pair.models[1], lambda: sum(each.prefilled > 0 for each in router.requests.values()) >= 4)
+    router.hold_prefill = True
     names = [router.generate(router.random_prompt(20 + 13 * i), max_tokens=60) for i in range(8)]
+    wait_until(lambda: set(names[:4]) <= router.tickets.keys(), what="four reservations")
+    # No step ends before these four are there, who run out of pages together.
+    gate = Gate(pair.models[1])
+    router.begin_prefill()
+    complete = "receives_complete"
+    wait_until(lambda: pair.decode.status().counters.get(complete, 0) >= 4, what="the KV of four")
+    gate.opened.set()
     router.wait(*names)
     for name in names:
         assert router.requests[name].tokens == router.requests[name].expected(), name
@@ -68,12 +76,18 @@ def test_many_requests_with_preemption(started: Start) -> None:
     pair.wait_idle()
 
 
-def test_a_lost_notification_is_asked_for_again(started: Start, make_config: MakeConfig) -> None:
+def test_a_lost_notification_is_asked_for_again(started: Start) -> None:
     network = InProcessNetwork()
-    # Long enough for everything to be computed and written before anything is asked for.
-    pair, router = started(network.transport, deployment=make_config(completion_timeout_s=3.0))
+    pair, router = started(network.transport)
     network.inject(Fault.LOSE_NOTIFICATION, count=2)
     name = router.generate(router.random_prompt(100))
+    router.wait_prefilled(name)
+
+    def missing() -> int:
+        return len(pair.decode._dispatch.receiver._receives[name, 1].writes.missing())
+
+    wait_until(lambda: pair.decode._thread.call(missing) == 2, what="every other notification")
+    overdue(pair.decode)
     router.wait(name)
     assert network.happened[Fault.LOSE_NOTIFICATION] == 2
     outcome = router.requests[name]
@@ -119,6 +133,7 @@ def test_a_failed_write_is_said_and_recomputed(started: Start, fault: Fault, cou
     outcome = router.requests[name]
     assert outcome.tokens == outcome.expected()
     assert outcome.attempts[:2] == [1, 2]
+    router.wait_prefill_failed(name)
     stages = [failure.stage for failure in outcome.prefill_failures]
     assert stages[0] == stage
     # A connection that broke is made anew, and until then the worker says that it has none.
@@ -150,36 +165,44 @@ def test_a_late_write_after_an_abort_never_touches_pages_in_use(started: Start) 
     pair, router = started(network.transport, decode_settings={"full_pages": 24, "prefix_cache": False})
     network.inject(Fault.HOLD, count=100)
     aborted = router.generate(router.random_prompt(150))
-    while network.held == 0:
-        time.sleep(0.001)
+    wait_until(lambda: network.held > 0, what="a write")
     router.abort(aborted)
     router.wait(aborted)
     assert router.requests[aborted].finish.reason == "abort"
     assert pair.decode.status().pages_quarantined > 0
-    assert pair.prefill.status().pages_held > 0, "the source must stay as it is while it is read"
-    network.inject(Fault.HOLD, count=0)
+    wait_until(lambda: pair.prefill.status().pages_quarantined > 0, what="the abort at prefill")
     network._injections.clear()
     # Fill all other pages with sequences that are still decoding when the late write lands.
+    gate = Gate(pair.models[1])
     names = [router.generate(router.random_prompt(60), max_tokens=40) for _ in range(3)]
-    time.sleep(0.2)
+    complete = "receives_complete"
+    wait_until(lambda: pair.decode.status().counters.get(complete, 0) >= 2, what="the KV of two")
+    assert gate.reached.wait(60)
+    for side, status in zip(("its source", "its target"), pair.statuses(), strict=True):
+        assert status.pages_quarantined > 0, f"{side} must stay as it is while the write is under way"
     network.release_held()
+    wait_until(lambda: pair.prefill.status().pages_quarantined == 0, what="the end of the write")
+    gate.opened.set()
     router.wait(*names)
     for name in names:
         assert router.requests[name].tokens == router.requests[name].expected()
     pair.wait_idle()
 
 
-def test_a_write_that_hangs_is_given_up_and_its_pages_wait_for_it(started: Start) -> None:
+def test_a_write_that_hangs_is_given_up_and_its_pages_wait_for_it(
+    started: Start, make_config: MakeConfig
+) -> None:
     network = InProcessNetwork()
-    pair, router = started(network.transport)
+    pair, router = started(network.transport, deployment=make_config(completion_timeout_s=0.2))
     network.inject(Fault.HOLD)
     name = router.generate(router.random_prompt(40))
     router.wait(name)
     outcome = router.requests[name]
     assert outcome.tokens == outcome.expected()
     assert outcome.attempts[-1] >= 2
-    assert pair.decode.status().pages_quarantined > 0, "the hanging write may still land"
-    assert pair.prefill.status().pages_quarantined > 0
+    wait_until(lambda: pair.decode.status().pages_quarantined > 0, what="pages set aside at decode")
+    wait_until(lambda: pair.prefill.status().pages_quarantined > 0, what="pages set aside at prefill")
+    assert all(status.pages_quarantined > 0 for status in pair.statuses()), "the write may still land"
     network.release_held()
     pair.wait_idle()
 
@@ -188,8 +211,9 @@ def test_a_write_that_hangs_is_given_up_and_its_pages_wait_for_it(started: Start
 def test_abort_in_any_state_frees_everything(started: Start, hold_prefill: bool) -> None:
     pair, router = started(InProcessNetwork(max_delay_polls=50).transport)
     router.hold_prefill = hold_prefill
+    Slow(pair.models[1], lambda: False, layer_s=0.005)  # none ends by itself
     for delay in (0.0, 0.002, 0.005, 0.01, 0.02, 0.04):
-        name = router.generate(router.random_prompt(120), max_tokens=200)
+        name = router.generate(router.random_prompt(120), max_tokens=3000)
         time.sleep(delay)
         router.abort(name)
         router.wait(name)
@@ -197,22 +221,18 @@ def test_abort_in_any_state_frees_everything(started: Start, hold_prefill: bool)
     pair.wait_idle()
 
 
-def test_an_abort_at_prefill_alone_makes_decode_reserve_again(
-    started: Start, make_config: MakeConfig
-) -> None:
+def test_an_abort_at_prefill_alone_makes_decode_reserve_again(started: Start) -> None:
     network = InProcessNetwork()
-    pair, router = started(network.transport, deployment=make_config(completion_timeout_s=300.0))
+    pair, router = started(network.transport)
     network.inject(Fault.HOLD)
     # Nothing is computed behind the first layer group: had every write been posted before the abort, the set
     # would be complete once they are let go, and the first attempt would go on, rightly.
     gate = Gate(pair.models[0], layers=2)
     name = router.generate(router.random_prompt(40))
     assert gate.reached.wait(60)
-    while network.held == 0:
-        time.sleep(0.001)
+    wait_until(lambda: network.held > 0, what="a write")
     router.abort_at("prefill-0", name, attempt=1)
-    while not pair.prefill.status().counters.get("jobs_cancelled"):
-        time.sleep(0.001)
+    wait_until(lambda: pair.prefill.status().counters.get("jobs_cancelled"), what="the abort")
     gate.opened.set()
     network.release_held()
     router.wait(name)  # long before any timeout
@@ -221,21 +241,17 @@ def test_an_abort_at_prefill_alone_makes_decode_reserve_again(
     pair.wait_idle()
 
 
-def test_a_cancelled_write_that_lost_its_connection_is_not_said_to_have_drained(
-    started: Start, make_config: MakeConfig
-) -> None:
+def test_a_cancelled_write_that_lost_its_connection_is_not_said_to_have_drained(started: Start) -> None:
     network = InProcessNetwork()
-    pair, router = started(network.transport, deployment=make_config(completion_timeout_s=300.0))
+    pair, router = started(network.transport)
     network.inject(Fault.HOLD)
     network.inject(Fault.FAIL_WRITE)
     gate = Gate(pair.models[0], layers=2)
     name = router.generate(router.random_prompt(40))
     assert gate.reached.wait(60)
-    while network.held == 0:
-        time.sleep(0.001)
+    wait_until(lambda: network.held > 0, what="a write")
     router.abort_at("prefill-0", name, attempt=1)
-    while not pair.prefill.status().counters.get("jobs_cancelled"):
-        time.sleep(0.001)
+    wait_until(lambda: pair.prefill.status().counters.get("jobs_cancelled"), what="the abort")
     network.release_held()
     gate.opened.set()
     router.wait(name)
@@ -249,32 +265,13 @@ def test_a_ticket_of_something_else_is_refused(started: Start) -> None:
     pair, router = started(InProcessNetwork().transport)
     router.hold_prefill = True
     name = router.generate(router.random_prompt(40))
-    while not router.requests[name].attempts:
-        time.sleep(0.001)
+    wait_until(lambda: name in router.tickets, what="the reservation")
     router.prefill_with_wrong_attempt(name)
-    while not router.requests[name].prefill_failures:
-        time.sleep(0.001)
+    router.wait_prefill_failed(name)
     assert router.requests[name].prefill_failures[0].stage == "reserve"
     router.abort(name)
     router.wait(name)
     pair.wait_idle()
-
-
-class Gate:
-    """Stops a fake model in the middle of its next forward pass, after ``layers`` layers."""
-
-    def __init__(self, model: Any, layers: int) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-        self._model, self._layers = model, layers
-        model.interrupt = self._after_layer
-
-    def _after_layer(self) -> None:
-        self._layers -= 1
-        if self._layers > 0:
-            self._model.interrupt = self._after_layer
-            return
-        self.reached.set()
-        assert self.opened.wait(120)
 
 
 def test_an_abort_stops_prefill_within_one_chunk(started: Start) -> None:
@@ -283,8 +280,7 @@ def test_an_abort_stops_prefill_within_one_chunk(started: Start) -> None:
     name = router.generate(router.random_prompt(900))
     assert gate.reached.wait(60)
     router.abort(name)
-    while not pair.prefill.status().counters.get("jobs_cancelled"):
-        time.sleep(0.001)
+    wait_until(lambda: pair.prefill.status().counters.get("jobs_cancelled"), what="the abort")
     gate.opened.set()
     router.wait(name)
     pair.wait_idle()
@@ -296,9 +292,7 @@ def test_layers_are_shipped_while_later_ones_compute(started: Start) -> None:
     gate = Gate(pair.models[0], layers=2)  # the first of two layer groups is complete
     name = router.generate(router.random_prompt(30))
     assert gate.reached.wait(60)
-    deadline = time.monotonic() + 60
-    while not pair.prefill.status().counters.get("writes_done") and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: pair.prefill.status().counters.get("writes_done"), what="a write")
     counters = pair.prefill.status().counters
     assert (counters["writes_done"], counters["bytes_sent"] > 0) == (1, True)
     assert not router.requests[name].tokens
@@ -315,16 +309,15 @@ def test_deadline_while_waiting_for_kv(started: Start) -> None:
     name = router.generate(router.random_prompt(60), deadline_s=0.15)
     router.wait(name)
     assert router.requests[name].finish.reason == "deadline"
+    network._injections.clear()  # a write may still be posted, before prefill hears of the end
     network.release_held()
     pair.wait_idle()
 
 
 def test_a_lost_router_takes_its_requests_with_it(started: Start) -> None:
     pair, router = started(InProcessNetwork().transport)
-    router.generate(router.random_prompt(60), max_tokens=2000)
-    deadline = time.monotonic() + 60
-    while not any(outcome.tokens for outcome in router.requests.values()) and time.monotonic() < deadline:
-        time.sleep(0.005)
+    Slow(pair.models[1], lambda: False, layer_s=0.002)  # it does not end by itself
+    router.wait_tokens(router.generate(router.random_prompt(60), max_tokens=3000))
     router.thread.call(router.node.close)
     pair.wait_idle()
     assert pair.decode.status().counters["requests_of_lost_routers"] == 1
@@ -337,9 +330,7 @@ def test_a_router_that_does_not_acknowledge_is_cut_off(
     pair, router = started(InProcessNetwork().transport)
     router.acknowledge = False
     name = router.generate(router.random_prompt(10), max_tokens=500)
-    deadline = time.monotonic() + 60
-    while not router.lost and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: router.lost, what="the end of its link")
     assert 0 < len(router.requests[name].tokens) <= 20
     pair.wait_idle()
     assert pair.decode.status().counters["outboxes_full"] == 1
@@ -348,9 +339,7 @@ def test_a_router_that_does_not_acknowledge_is_cut_off(
 def test_draining_workers_finish_and_refuse(started: Start) -> None:
     pair, router = started(InProcessNetwork().transport)
     running = router.generate(router.random_prompt(40), max_tokens=30)
-    deadline = time.monotonic() + 60
-    while not router.requests[running].tokens and time.monotonic() < deadline:
-        time.sleep(0.002)
+    router.wait_tokens(running)
     assert pair.prefill.drain(60)
     assert pair.decode.drain(60)
     assert router.requests[running].finish is not None or router.requests[running].tokens
@@ -358,7 +347,7 @@ def test_draining_workers_finish_and_refuse(started: Start) -> None:
     refused = router.generate(router.random_prompt(40))
     router.wait(refused)
     assert router.requests[refused].refused.retryable
-    assert all(load.draining for load in router.loads.values())
+    wait_until(lambda: all(load.draining for load in router.loads.values()), what="word of the draining")
     pair.wait_idle()
 
 
