@@ -107,7 +107,7 @@ class Observed:
     http: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
-        self.http = httpx.Client(base_url=self.url, timeout=120.0, trust_env=False)
+        self.http = httpx.Client(base_url=self.url, timeout=240.0, trust_env=False)
 
     def logs(self) -> list[dict[str, object]]:
         """Every line of JSON that any process wrote; the last one may be half-written yet."""

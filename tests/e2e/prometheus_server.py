@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import promql_parser
+import psutil
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +66,18 @@ class Prometheus:
         self._http.close()
 
 
+def port_of(process: subprocess.Popen[bytes]) -> int:
+    """Where a process listens that was told to take any port."""
+    deadline = time.monotonic() + 120
+    while True:
+        assert process.poll() is None, f"it ended with {process.returncode}"
+        for connection in psutil.Process(process.pid).net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                return int(connection.laddr.port)
+        assert time.monotonic() < deadline, "it does not listen"
+        time.sleep(0.05)
+
+
 @contextmanager
 def running_prometheus(
     program: str, folder: Path, jobs: list[dict[str, object]], scrape_s: float
@@ -75,30 +87,29 @@ def running_prometheus(
     settings = {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": "2s"}
     document = {"global": settings, "scrape_configs": jobs, "rule_files": [str(RULES)]}
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(document))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     process = subprocess.Popen(
         [
             program,
             f"--config.file={folder / 'prometheus.yaml'}",
             f"--storage.tsdb.path={folder / 'data'}",
-            f"--web.listen-address=127.0.0.1:{port}",
+            "--web.listen-address=127.0.0.1:0",
             "--enable-feature=exemplar-storage",
             "--log.level=error",
         ],
         env={**os.environ, "GOMAXPROCS": "1"},
     )
-    prometheus = Prometheus(f"http://127.0.0.1:{port}")
     try:
-        deadline = time.monotonic() + 60
-        while not prometheus.ready():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        yield prometheus
+        prometheus = Prometheus(f"http://127.0.0.1:{port_of(process)}")
+        try:
+            deadline = time.monotonic() + 120
+            while not prometheus.ready():
+                assert process.poll() is None
+                assert time.monotonic() < deadline, "it listens and is not ready"
+                time.sleep(0.1)
+            yield prometheus
+        finally:
+            prometheus.close()
     finally:
-        prometheus.close()
         process.terminate()
         process.wait(timeout=30)
 

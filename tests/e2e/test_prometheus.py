@@ -22,7 +22,7 @@ from troubles import Troubles
 PROGRAM = shutil.which("prometheus")
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(600),  # a crowded machine may take long to start a deployment, and to move everything
+    pytest.mark.timeout(900),  # a crowded machine may take long to start a deployment, and to move everything
     pytest.mark.skipif(
         PROGRAM is None and "CI" not in os.environ,
         reason="needs Debian's package prometheus",

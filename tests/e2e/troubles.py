@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 from observed_deployment import Observed, until
 
+PREEMPTIONS = "antiphon_preemptions_total"
 EFFECT_S = 5.0
 """Within this a trouble has its effect, or is brought about at a better moment the next time."""
 
@@ -85,21 +86,42 @@ class Troubles:
                     time.sleep(self._seen_after_s)
 
     def crowd(self, requests: int, tokens: int) -> None:
-        """More long answers at a time than the decode worker's pages hold; without other load."""
+        """More long answers at a time than the decode worker's pages hold; without other load.
+
+        They are read until one had to give its pages back, which is long before their end.
+        """
+        over = threading.Event()
+
+        def read(number: int) -> bool:
+            body = {
+                "model": "gpt-oss-tiny",
+                "messages": [{"role": "user", "content": f"{number} " + "sea " * 40}],
+                "temperature": 0,
+                "max_completion_tokens": tokens,
+                "stream": True,
+            }
+            with self._observed.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+                for _ in answer.iter_lines():
+                    if over.is_set():
+                        break
+                return answer.status_code == 200
 
         def ask(number: int) -> None:
             deadline = time.monotonic() + 60
-            while time.monotonic() < deadline:  # others take places, and a worker may be starting
-                answer = self._observed.chat(f"{number} " + "sea " * 40, max_completion_tokens=tokens)
-                if answer.status_code == 200:
-                    return
-                time.sleep(0.1)
+            while time.monotonic() < deadline and not over.is_set():  # others take places, a worker may start
+                with suppress(httpx.TransportError):
+                    if read(number):
+                        return
+                over.wait(0.1)
 
+        before = self._value("decode-0", PREEMPTIONS)
         asking = [threading.Thread(target=ask, args=(i,)) for i in range(requests)]
         for thread in asking:
             thread.start()
-        for thread in asking:
-            thread.join()
+        while any(thread.is_alive() for thread in asking):
+            if self._value("decode-0", PREEMPTIONS) > before:
+                over.set()
+            time.sleep(0.1)
 
     def stop_reading(self) -> None:
         """A client takes nothing from its socket until it is cut off; sooner without other load."""
