@@ -46,7 +46,7 @@ def config_file(local_deployment: DeploymentConfig, tmp_path: Path) -> Path:
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*ANTIPHON, *arguments], input=stdin, capture_output=True, text=True, timeout=120, check=False
+        [*ANTIPHON, *arguments], input=stdin, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -230,7 +230,7 @@ def test_ctrl_c_leaves_nothing_behind(service: Service, private_home: Path) -> N
     assert len(family) >= 6
     shared = shared_memory_of(family)
     os.killpg(service.process.pid, signal.SIGINT)  # a terminal sends it to all of the foreground
-    assert service.process.wait(timeout=90) == 0
+    assert service.process.wait(timeout=180) == 0
     assert_nothing_left(family, shared, private_home)
 
 
@@ -241,7 +241,7 @@ def test_sigterm_while_it_starts_leaves_nothing_behind(service: Service, private
         time.sleep(0.05)
     family = service.family()
     service.process.terminate()
-    assert service.process.wait(timeout=60) == 0
+    assert service.process.wait(timeout=180) == 0
     assert_nothing_left(family, set(), private_home)
 
 
@@ -264,7 +264,7 @@ def test_killing_the_supervisor_ends_all_workers_and_the_next_start_tidies_up(
         second.wait_ready()
         family = second.family()
         second.process.terminate()
-        assert second.process.wait(timeout=90) == 0
+        assert second.process.wait(timeout=180) == 0
         assert_nothing_left(family, set(), private_home)
     finally:
         second.close()
@@ -309,7 +309,7 @@ def test_a_deployment_joins_a_running_cluster_and_leaves_it_as_it_was(
         answer = run("chat", "Hello!", "--url", url, "--max-tokens", "4")
         assert answer.returncode == 0, answer.stderr
         service.process.terminate()
-        assert service.process.wait(timeout=90) == 0
+        assert service.process.wait(timeout=180) == 0
         deadline = time.monotonic() + 90  # what Ray reports lags behind by some seconds
         while "0.0/4.0 CPU" not in (status := ray_status(address)):
             assert time.monotonic() < deadline, status
