@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from antiphon.configs.schema import DeploymentConfig
-from antiphon.kernels.ipc.memory import CudaIpcMemory
+from antiphon.kernels.ipc.memory import CudaIpcMemory, IpcMemoryError
 from antiphon.kernels.ipc.run_copy import BLOCKS, RunCopier, RunningCopy, serves
 from antiphon.protocol.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 
 class KvMapping:
@@ -32,9 +35,14 @@ class KvMapping:
         """See PeerMemory."""
         return self._memory.export(address, size_bytes)
 
-    def open(self, handle: bytes) -> int:
+    def open(self, handle: bytes) -> tuple[int, int | None]:
         """See PeerMemory."""
-        return self._memory.open(handle)
+        address = self._memory.open(handle)
+        try:
+            return address, self._memory.size(address)
+        except IpcMemoryError as error:
+            _log.warning("a peer is taken at its word for how much memory it offers: %s", error)
+            return address, None
 
     def close(self, address: int) -> None:
         """See PeerMemory."""

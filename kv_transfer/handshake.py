@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -48,7 +49,7 @@ class PeerKv:
         return frozenset(rank.agent_name for rank in self.ranks)
 
     def check_pages(self, wanted: Mapping[str, Sequence[int]]) -> None:
-        """Refuse pages (page group -> pages) that not all of its ranks have.
+        """Refuse pages (page group -> pages) that not all of its ranks have, or that are named twice.
 
         Raises:
             HandshakeError: names the group and the first such pages.
@@ -58,6 +59,9 @@ class PeerKv:
             outside = [page for page in pages if not 0 <= page < has]
             if outside:
                 raise HandshakeError(f"{group} pages {outside[:3]} of {self.worker_id}, which has {has}")
+            if len(set(pages)) < len(pages):  # what would lie there is a matter of luck
+                twice = sorted(page for page, times in Counter(pages).items() if times > 1)
+                raise HandshakeError(f"{group} pages {twice[:3]} of {self.worker_id} more than once")
 
 
 def agent_name(worker_id: str, epoch: int, rank: int) -> str:

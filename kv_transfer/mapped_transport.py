@@ -231,6 +231,8 @@ class MappedTransport:
                 self._mapped[peer] = MappedPeer(theirs.offers, self._handles)
             except RuntimeError as error:
                 return str(error)
+            except TransferError as error:
+                raise TransferError("handshake", f"{peer}: {error.reason}") from error
         elif known.offers == theirs.offers:
             known.connected = True
         else:
@@ -245,9 +247,12 @@ class MappedTransport:
         if mapped is None or memory is None or not mapped.connected or not copies:
             return None
         for part in copies:
-            part.check()
+            try:
+                part.check()
+            except TransferError as error:
+                raise TransferError("post", f"{peer}: {error.reason}") from error
             if not any(span.holds(part.source) for span in self._registered):
-                raise TransferError("post", f"source {part.source} is not registered")
+                raise TransferError("post", f"{peer}: source {part.source} is not registered")
         runs = mapped.runs(copies)
         if runs is None:
             return None

@@ -39,8 +39,8 @@ class PeerMemory(Protocol):
             RuntimeError: other processes cannot map it; says why.
         """
 
-    def open(self, handle: bytes) -> int:
-        """Map another process' allocation; its address here.
+    def open(self, handle: bytes) -> tuple[int, int | None]:
+        """Map another process' allocation; its address here and its bytes, None if the device does not say.
 
         Raises:
             RuntimeError: it cannot be reached from here, or is gone; says why.
@@ -87,30 +87,40 @@ class Offer(msgspec.Struct, frozen=True):
             what = f"{self.length_bytes} bytes at {self.address}, {self.offset} into an allocation"
             raise TransferError("handshake", f"memory that cannot be is offered: {what}")
 
+    def check_within(self, size_bytes: int) -> None:
+        """Refuse a span that leaves its allocation: a write there would end all work of the writer's GPU.
+
+        Raises:
+            TransferError: stage ``handshake``; says the numbers.
+        """
+        if self.offset + self.length_bytes > size_bytes:
+            what = f"{self.length_bytes} bytes at {self.offset} of an allocation of {size_bytes}"
+            raise TransferError("handshake", f"memory that is not there is offered: {what}")
+
 
 class OpenHandles:
     """Allocations of other processes that are mapped, each once however many spans lie in it."""
 
     def __init__(self, memory: PeerMemory) -> None:
         self._memory = memory
-        self._open: dict[bytes, tuple[int, int]] = {}
-        """Handle -> (address here, spans that use it)."""
+        self._open: dict[bytes, tuple[int, int | None, int]] = {}
+        """Handle -> (address here, bytes, spans that use it)."""
 
-    def open(self, handle: bytes) -> int:
-        """Where an allocation lies here.
+    def open(self, handle: bytes) -> tuple[int, int | None]:
+        """Where an allocation lies here, and its bytes, see PeerMemory.
 
         Raises:
             RuntimeError: it cannot be mapped.
         """
-        address, users = self._open.get(handle) or (self._memory.open(handle), 0)
-        self._open[handle] = address, users + 1
-        return address
+        address, size, users = self._open.get(handle) or (*self._memory.open(handle), 0)
+        self._open[handle] = address, size, users + 1
+        return address, size
 
     def close(self, handle: bytes) -> None:
         """One span needs it no more."""
-        address, users = self._open.pop(handle)
+        address, size, users = self._open.pop(handle)
         if users > 1:
-            self._open[handle] = address, users - 1
+            self._open[handle] = address, size, users - 1
             return
         try:
             self._memory.close(address)
@@ -131,6 +141,7 @@ class MappedPeer:
 
     Raises:
         RuntimeError: a span cannot be mapped; none of them is then.
+        TransferError: stage ``handshake``; a span leaves its allocation, and again none is mapped.
     """
 
     def __init__(self, offers: tuple[Offer, ...], handles: OpenHandles) -> None:
@@ -142,8 +153,11 @@ class MappedPeer:
         self._spans: list[MappedSpan] = []
         try:
             for offer in offers:
-                self._spans.append(MappedSpan(offer, handles.open(offer.handle) + offer.offset))
-        except RuntimeError:
+                address, size = handles.open(offer.handle)
+                self._spans.append(MappedSpan(offer, address + offer.offset))
+                if size is not None:
+                    offer.check_within(size)
+        except (RuntimeError, TransferError):
             self.close()
             raise
 
@@ -153,7 +167,11 @@ class MappedPeer:
             self._handles.close(self._spans.pop().offer.handle)
 
     def runs(self, copies: list[Copies]) -> NDArray[np.int64] | None:
-        """[N, 3] int64 addresses and lengths of a write; None if a destination is not mapped."""
+        """[N, 3] int64 addresses and lengths of a write; None if a destination is not mapped.
+
+        Each run lies in memory that is there: in its span (``Copies.check``), which lies in what was offered
+        (``_find``), which lies in the allocation that was opened (``Offer.check_within``).
+        """
         parts = []
         for part in copies:
             destination = self._find(part.destination)

@@ -80,7 +80,8 @@ class Copies:
             raise TransferError("post", f"expected [N, 3] runs, found shape {self.runs.shape}")
         for name, column, span in (("source", 0, self.source), ("destination", 1, self.destination)):
             offsets, lengths = self.runs[:, column], self.runs[:, 2]
-            bad = (offsets < 0) | (lengths <= 0) | (offsets + lengths > span.length_bytes)
+            # No sum: that of two numbers of a peer may pass 64 bits, and then lie inside.
+            bad = (offsets < 0) | (lengths <= 0) | (offsets > span.length_bytes - lengths)
             if bad.any():
                 row = self.runs[int(bad.argmax())].tolist()
                 raise TransferError(

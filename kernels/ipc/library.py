@@ -46,6 +46,7 @@ def _typed(found: _Library) -> _Library:
     pointer, number = ctypes.c_void_p, ctypes.c_int
     found.antiphon_ipc_allocate.argtypes = [number, ctypes.c_size_t, pointer, pointer]
     found.antiphon_ipc_export.argtypes = [number, ctypes.c_uint64, pointer, pointer, pointer]
+    found.antiphon_ipc_size.argtypes = [number, ctypes.c_uint64, pointer]
     found.antiphon_ipc_open.argtypes = [number, pointer, pointer]
     found.antiphon_ipc_close.argtypes = found.antiphon_ipc_free.argtypes = [number, pointer]
     found.antiphon_ipc_reason.argtypes = [number]

@@ -6,6 +6,22 @@
 
 #include "on_device.cuh"
 
+namespace {
+
+// Where the allocation of this device's that an address lies in begins, and how long it is, whoever made it.
+cudaError_t range_of(unsigned long long address, unsigned long long* base, size_t* size) {
+  using AddressRange = int (*)(unsigned long long*, size_t*, unsigned long long);
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &found, 12000, cudaEnableDefault, &result);
+  if (status != cudaSuccess) return status;
+  if (result != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
+  return reinterpret_cast<AddressRange>(found)(base, size, address) == 0 ? cudaSuccess : cudaErrorInvalidDevicePointer;
+}
+
+}  // namespace
+
 // Zeroed, and seen to be so, when it returns. The handle is sizeof(cudaIpcMemHandle_t) bytes.
 extern "C" int antiphon_ipc_allocate(int device, size_t size_bytes, void** address, void* handle) {
   return antiphon::on(device, [=] {
@@ -29,15 +45,10 @@ extern "C" int antiphon_ipc_allocate(int device, size_t size_bytes, void** addre
 // The handle of the whole allocation that an address lies in, whoever made it, and how far into it the address is.
 extern "C" int antiphon_ipc_export(int device, uint64_t address, void* handle, uint64_t* offset, uint64_t* left) {
   return antiphon::on(device, [=] {
-    using AddressRange = int (*)(unsigned long long*, size_t*, unsigned long long);
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaError_t status = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &found, 12000, cudaEnableDefault, &result);
-    if (status != cudaSuccess) return status;
-    if (result != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
     unsigned long long base = 0;
     size_t size = 0;
-    if (reinterpret_cast<AddressRange>(found)(&base, &size, address) != 0) return cudaErrorInvalidDevicePointer;
+    cudaError_t status = range_of(address, &base, &size);
+    if (status != cudaSuccess) return status;
     cudaIpcMemHandle_t made{};
     status = cudaIpcGetMemHandle(&made, reinterpret_cast<void*>(base));
     if (status != cudaSuccess) return status;
@@ -55,6 +66,17 @@ extern "C" int antiphon_ipc_open(int device, const void* handle, void** address)
     cudaIpcMemHandle_t theirs;
     std::memcpy(&theirs, handle, sizeof theirs);
     return cudaIpcOpenMemHandle(address, theirs, cudaIpcMemLazyEnablePeerAccess);
+  });
+}
+
+// How many bytes follow the address in its allocation; of an opened one these are all that may be written.
+extern "C" int antiphon_ipc_size(int device, uint64_t address, uint64_t* left) {
+  return antiphon::on(device, [=] {
+    unsigned long long base = 0;
+    size_t size = 0;
+    const cudaError_t status = range_of(address, &base, &size);
+    if (status == cudaSuccess) *left = size - (address - base);
+    return status;
   });
 }
 

@@ -99,6 +99,17 @@ class CudaIpcMemory:
         self._check(self._library.antiphon_ipc_open(self._device, handle, ctypes.byref(address)), "open")
         return address.value or 0
 
+    def size(self, address: int) -> int:
+        """Bytes of what was opened, by the driver's own account and not by its owner's.
+
+        Raises:
+            IpcMemoryError: the driver does not say.
+        """
+        left = ctypes.c_uint64()
+        status = self._library.antiphon_ipc_size(self._device, address, ctypes.byref(left))
+        self._check(status, f"size of what lies at {address:#x}")
+        return left.value
+
     def close(self, address: int) -> None:
         """See IpcMemory."""
         self._check(self._library.antiphon_ipc_close(self._device, address), "close")

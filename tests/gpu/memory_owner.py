@@ -49,6 +49,7 @@ def write(handle: bytes, offset: int) -> None:
     memory = CudaIpcMemory(device)
     target, again = memory.open(handle), memory.open(handle)
     assert target == again
+    assert memory.size(target) >= offset + PAGES * PAGE_BYTES, "the driver knows what was opened"
     memory.close(again)
     places = [index * PAGE_BYTES for index in range(0, PAGES, 2)]
     rows = [(source.data_ptr() + place, target + offset + place, PAGE_BYTES) for place in places]

@@ -38,6 +38,7 @@ class OneProcess:
     """Cleared: copies do not end."""
     opened: Counter[bytes] = field(default_factory=Counter)
     closed: Counter[bytes] = field(default_factory=Counter)
+    sizes: dict[bytes, int] = field(default_factory=dict)
     copied_bytes: int = 0
     waited_for: list[int | None] = field(default_factory=list)
     """The event that each copy was to wait for."""
@@ -50,11 +51,13 @@ class OneProcess:
         return self
 
     def export(self, address: int, size_bytes: int) -> tuple[bytes, int]:
-        return str(address).encode(), 0
+        handle = str(address).encode()
+        self.sizes[handle] = size_bytes
+        return handle, 0
 
-    def open(self, handle: bytes) -> int:
+    def open(self, handle: bytes) -> tuple[int, int | None]:
         self.opened[handle] += 1
-        return int(handle)
+        return int(handle), self.sizes[handle]
 
     def close(self, address: int) -> None:
         self.closed[str(address).encode()] += 1

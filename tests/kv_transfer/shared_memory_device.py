@@ -61,7 +61,7 @@ class SharedMemoryDevice:
 
     def __init__(self, host: SharedHost) -> None:
         self.host = host
-        self.holds = False
+        self.holds, self.tells_sizes = False, True
         self.refuses: dict[str, str] = {}
         """Call -> the reason it fails with."""
         self.copies: list[HeldCopy] = []
@@ -79,13 +79,13 @@ class SharedMemoryDevice:
                 return allocation.handle, offset
         raise RuntimeError(f"{address:#x} is of no allocation")
 
-    def open(self, handle: bytes) -> int:
+    def open(self, handle: bytes) -> tuple[int, int | None]:
         self._check("open")
-        _, descriptor = self.host.allocations[handle]
+        allocation, descriptor = self.host.allocations[handle]
         view = np.frombuffer(mmap.mmap(descriptor, 0), dtype=np.uint8)
         self._open[view.ctypes.data] = handle, view
         self.opened[handle] += 1
-        return int(view.ctypes.data)
+        return int(view.ctypes.data), allocation.memory.length_bytes if self.tells_sizes else None
 
     def close(self, address: int) -> None:
         self._check("close")

@@ -3,77 +3,17 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from shared_memory_device import Allocation, SharedHost, SharedMemoryDevice
+from mapped_ends import Pair, Reach, inside, runs
+from shared_memory_device import Allocation, SharedMemoryDevice
 
 from antiphon.kv_transfer.host import host_identity
-from antiphon.kv_transfer.in_process import InProcessNetwork, InProcessTransport
-from antiphon.kv_transfer.mapped_transport import MappedTransport, Side, with_same_host
-from antiphon.kv_transfer.transport import Copies, Memory, WriteId, WriteState
+from antiphon.kv_transfer.in_process import InProcessTransport
+from antiphon.kv_transfer.mapped_transport import Side, with_same_host
+from antiphon.kv_transfer.transport import Copies, Memory, WriteState
 from antiphon.protocol.errors import TransferError
-
-HERE = "this host"
-
-
-def runs(*rows: tuple[int, int, int]) -> np.ndarray:
-    return np.array(rows, dtype=np.int64)
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Implements ``HostReach``."""
-
-    memory: SharedMemoryDevice | None
-    obstacle: str = ""
-    required: bool = False
-
-
-class Pair:
-    """A writer and whom it writes to, each with a span in the middle of an allocation."""
-
-    def __init__(self, *, required: bool = False, their_host: str = HERE) -> None:
-        self.network, self.host = InProcessNetwork(), SharedHost()
-        self.required = required
-        self.device = SharedMemoryDevice(self.host)
-        self.source, self.target = Allocation(self.host, 4096, fill=7), Allocation(self.host, 4096)
-        self.mine = inside(self.source.memory)
-        self.theirs = [inside(self.target.memory)]
-        self.writer = self.make_writer()
-        self.writer.register([self.mine])
-        self.receiver = self.make_receiver("d/1", their_host)
-
-    def make_writer(self, name: str = "p", host: str = HERE, **changes: Any) -> MappedTransport:
-        reach = Reach(**({"memory": self.device, "required": self.required} | changes))
-        return MappedTransport(self.network.transport(name), Side.WRITES, reach, host)
-
-    def make_receiver(self, name: str, host: str = HERE, **changes: Any) -> MappedTransport:
-        device = SharedMemoryDevice(self.host)
-        reach = Reach(**({"memory": device, "required": self.required} | changes))
-        receiver = MappedTransport(self.network.transport(name), Side.IS_WRITTEN, reach, host)
-        receiver.register(self.theirs)
-        return receiver
-
-    def post(self, notification: bytes = b"word", *, peer: str = "d/1") -> WriteId:
-        return self.writer.post_write(
-            peer, [Copies(self.mine, self.theirs[0], runs((0, 32, 64), (128, 256, 16)))], notification
-        )
-
-    def check_written(self) -> None:
-        """The two runs of ``post``, and nothing beside them."""
-        begin = self.theirs[0].address - self.target.memory.address
-        expected = [0] * 4096
-        for offset, length in ((32, 64), (256, 16)):
-            expected[begin + offset : begin + offset + length] = [7] * length
-        assert self.target.bytes.tolist() == expected
-
-
-def inside(span: Memory) -> Memory:
-    return Memory(span.address + 512, 2048, "VRAM")
 
 
 @pytest.fixture
@@ -217,7 +157,7 @@ def test_a_handle_that_cannot_be_opened_leaves_nothing_mapped(required: bool) ->
     assert pair.device.closed == pair.device.opened == {pair.target.handle: 1}
 
 
-def fail() -> int:
+def fail() -> tuple[int, int | None]:
     raise RuntimeError("no such allocation")
 
 

@@ -64,7 +64,7 @@ def test_a_worker_of_another_host_is_refused_where_the_same_is_required(
 def test_a_wrong_mapping_is_caught_by_the_probe(pair_type: Any, request: pytest.FixtureRequest) -> None:
     network = MappedNetwork()
     # The probe's page is the last one, so this still lies within the pages.
-    network.device.open = lambda handle: int(handle) - 16  # type: ignore[method-assign]
+    network.device.open = lambda handle: (int(handle) - 16, None)  # type: ignore[method-assign]
     pair = pair_type(network.transport)
     request.addfinalizer(pair.stop)
     pair.prefill_address, pair.decode_address = pair.prefill.start(), pair.decode.start()
