@@ -15,6 +15,13 @@ if find_spec("torch") is not None:
         # Must be set before triton is imported anywhere: kernels then run in the interpreter.
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes is the machine's matter.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
+
 SERVICES = {"chaos", "clients", "cluster", "e2e", "engine"}
 SERVICES |= {"kv_transfer", "protocol", "router", "telemetry", "workers"}
 """Folders whose tests run services or watch the clock: one process has them all."""
