@@ -178,14 +178,13 @@ class KvEndpoint:
         kv = PeerKv(peer.worker_id, peer.epoch, pages)
 
         def connect_all(transport: Transport) -> bool:
-            named = [transport.connect(memory.agent_metadata) for memory in ranks]
-            if set(named) != kv.agent_names:
-                raise TransferError("handshake", f"metadata of {named} instead of {sorted(kv.agent_names)}")
+            for memory in ranks:
+                transport.connect(memory.agent_metadata, memory.agent_name)
             if severed and self._sender is not None:
                 self._sender.severed(peer)
             if granted is not None and self._receiver is not None:
                 self._receiver.let_stage(kv, granted)
-            mapped = all(transport.maps(name) for name in named)
+            mapped = all(transport.maps(name) for name in kv.agent_names)
             (self._mapped.add if mapped else self._mapped.discard)(peer)
             return mapped
 

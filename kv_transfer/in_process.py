@@ -23,6 +23,7 @@ from antiphon.kv_transfer.transport import (
     WriteId,
     WriteState,
     refuse_waiting,
+    require_name,
 )
 from antiphon.protocol.errors import TransferError
 
@@ -263,12 +264,13 @@ class InProcessTransport:
         spans = [(span.address, span.length_bytes) for span in memory]
         return msgspec.msgpack.encode(_Metadata(self._name, spans))
 
-    def connect(self, metadata: bytes) -> str:
+    def connect(self, metadata: bytes, expected: str = "") -> str:
         """See Transport."""
         try:
             peer = msgspec.msgpack.decode(metadata, type=_Metadata).agent_name
         except msgspec.DecodeError as error:
             raise TransferError("handshake", f"undecodable metadata: {error}") from error
+        require_name(peer, expected)
         self._network.agent(peer, "handshake")
         self._peers.add(peer)
         return peer

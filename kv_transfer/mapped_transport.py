@@ -119,7 +119,7 @@ class MappedTransport:
         metadata = _Metadata(self._inner.metadata(), self._host, offers, obstacle)
         return msgspec.msgpack.encode(metadata)
 
-    def connect(self, metadata: bytes) -> str:
+    def connect(self, metadata: bytes, expected: str = "") -> str:
         """See Transport; what the peer offers is mapped once, however often it is connected."""
         try:
             theirs = msgspec.msgpack.decode(metadata, type=_Metadata)
@@ -127,7 +127,7 @@ class MappedTransport:
             raise TransferError("handshake", f"undecodable metadata: {error}") from error
         for offer in theirs.offers:
             offer.check()
-        peer = self._inner.connect(theirs.inner)
+        peer = self._inner.connect(theirs.inner, expected)
         if self._side is Side.IS_WRITTEN:
             return peer
         obstacle = self._map(peer, theirs)
@@ -221,22 +221,22 @@ class MappedTransport:
         """Map what a peer offers; what stands in the way, or nothing."""
         if self._handles is None:
             return self._obstacle
+        known = self._mapped.get(peer)
+        if known is not None:
+            if known.offers != theirs.offers:
+                raise TransferError("handshake", f"{peer} offers other memory than before")
+            known.connected = True
+            return ""
         if not theirs.offers:
             return theirs.obstacle or "it offers no memory"
         if not theirs.host or theirs.host != self._host:
             return "it is on another host"
-        known = self._mapped.get(peer)
-        if known is None:
-            try:
-                self._mapped[peer] = MappedPeer(theirs.offers, self._handles)
-            except RuntimeError as error:
-                return str(error)
-            except TransferError as error:
-                raise TransferError("handshake", f"{peer}: {error.reason}") from error
-        elif known.offers == theirs.offers:
-            known.connected = True
-        else:
-            raise TransferError("handshake", f"{peer} offers other memory than before")
+        try:
+            self._mapped[peer] = MappedPeer(theirs.offers, self._handles)
+        except RuntimeError as error:
+            return str(error)
+        except TransferError as error:
+            raise TransferError("handshake", f"{peer}: {error.reason}") from error
         return ""
 
     def _copy(

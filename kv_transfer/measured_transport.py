@@ -141,9 +141,9 @@ class MeasuredTransport:
         """See Transport."""
         return self._inner.metadata()
 
-    def connect(self, metadata: bytes) -> str:
+    def connect(self, metadata: bytes, expected: str = "") -> str:
         """See Transport."""
-        return self._inner.connect(metadata)
+        return self._inner.connect(metadata, expected)
 
     def maps(self, peer: str) -> bool:
         """See Transport."""

@@ -23,6 +23,7 @@ from antiphon.kv_transfer.transport import (
     WriteId,
     WriteState,
     refuse_waiting,
+    require_name,
 )
 from antiphon.protocol.errors import HandshakeError, TransferError
 
@@ -76,9 +77,11 @@ class NixlTransport:
         """See Transport."""
         return bytes(self._agent.get_agent_metadata())
 
-    def connect(self, metadata: bytes) -> str:
-        """See Transport."""
+    def connect(self, metadata: bytes, expected: str = "") -> str:
+        """See Transport; NIXL itself refuses other metadata of a connected name."""
         known = self._named.get(metadata)
+        if known is not None:
+            require_name(known, expected)
         if known in self._peers and not any(record.peer == known for record in self._writes.values()):
             self.disconnect(known)  # its connection may be broken, and nothing but this makes a new one
         try:
@@ -86,6 +89,12 @@ class NixlTransport:
         except Exception as error:
             raise TransferError("handshake", f"cannot load a peer's metadata: {error!r}") from error
         peer = name.decode() if isinstance(name, bytes) else str(name)
+        try:
+            require_name(peer, expected)
+        except TransferError:
+            if peer not in self._peers:
+                self._agent.remove_remote_agent(peer)
+            raise
         self._peers.add(peer)
         self._named[metadata] = peer
         return peer

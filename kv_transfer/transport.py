@@ -113,8 +113,13 @@ class Transport(Protocol):
     def metadata(self) -> bytes:
         """What a peer needs to connect; taken after ``register``."""
 
-    def connect(self, metadata: bytes) -> str:
-        """Accept a peer's metadata and return its agent name. Connecting twice is harmless."""
+    def connect(self, metadata: bytes, expected: str = "") -> str:
+        """Accept a peer's metadata and return its agent name. Connecting twice is harmless.
+
+        Args:
+            expected: the name that it must be of. Of another's nothing is kept, and a connection to that one
+                is as it was. Empty: of anybody.
+        """
 
     def maps(self, peer: str) -> bool:
         """Whether this process's own GPU writes to that peer, straight into its memory."""
@@ -151,6 +156,16 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Deregister everything and disconnect from everyone."""
+
+
+def require_name(found: str, expected: str) -> None:
+    """Metadata is of who was to be connected, or of anybody where that is empty.
+
+    Raises:
+        TransferError: stage ``handshake``; it is another's. Names both.
+    """
+    if expected not in ("", found):
+        raise TransferError("handshake", f"metadata of {found} instead of {expected}")
 
 
 def refuse_waiting(peer: str, after: DeviceEvent | None) -> None:

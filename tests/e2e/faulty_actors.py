@@ -43,8 +43,8 @@ class FaultyTransport:
     def metadata(self) -> bytes:
         return self._inner.metadata()
 
-    def connect(self, metadata: bytes) -> str:
-        return self._inner.connect(metadata)
+    def connect(self, metadata: bytes, expected: str = "") -> str:
+        return self._inner.connect(metadata, expected)
 
     def maps(self, peer: str) -> bool:
         return self._inner.maps(peer)
