@@ -33,6 +33,7 @@ from antiphon.protocol.kv_messages import (
     AnnounceWrites,
     KvHello,
     KvProbe,
+    KvRefused,
     WriteDone,
     WritesDrained,
     WritesFailed,
@@ -110,6 +111,8 @@ class DecodeDispatch:
                 self._greeter.on_hello(peer, message)
             case Role.PREFILL, KvProbe():
                 self._greeter.on_probe(peer, message)
+            case Role.PREFILL, KvRefused():
+                self._greeter.on_refused(peer, message)
             case Role.PREFILL, AnnounceWrites():
                 self.receiver.on_announce(peer, message)
             case Role.PREFILL, WritesDrained():

@@ -155,6 +155,18 @@ class PrefillGreeter:
         self._end_probe()
         self._next_probe()
 
+    def on_refused(self, peer: Peer, message: KvRefused) -> None:
+        """It cannot write here, so no probe of it comes: the next may be probed. It tries again later."""
+        if self._probe is None or self._probe.peer != peer:
+            self._counters["stale_messages"] += 1
+            return
+        reason = "; ".join(message.differences)
+        self._counters["handshakes_failed"] += 1
+        self._refused[peer] = reason
+        _log.warning("%s cannot write here: %s", peer, reason)
+        self._end_probe()
+        self._next_probe()
+
     def on_lost(self, peer: Peer) -> None:
         """The link's session ended. Its agent names stay known: late notifications have an owner."""
         self._ready.discard(peer)

@@ -2,8 +2,9 @@
 
     hello sent -> welcome checked -> transport connected -> probe pages written -> result ok: ready
 
-A peer that is incompatible stays refused until the topology shows another life of it; every other failure is
-tried again, later each time.
+A step that fails after the welcome is told, since the decode worker waits for the probe. A peer that is
+incompatible stays refused until the topology shows another life of it; every other failure is tried again,
+later each time.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class DecodePeers:
         try:
             check_peer(self._fingerprint, message)
         except HandshakeError as error:
-            self._end(peer, PeerState.REFUSED, str(error))
+            self._give_up(peer, PeerState.REFUSED, str(error))
             return
         candidate.state = PeerState.PROBING
         if message.severed:  # what breaks from here on is another connection
@@ -215,8 +216,13 @@ class DecodePeers:
         if self._candidates.get(candidate.peer) is not candidate:
             return True
         if done.exception() is not None:
-            self._end(candidate.peer, PeerState.FAILED, str(done.exception()))
+            self._give_up(candidate.peer, PeerState.FAILED, str(done.exception()))
         return done.exception() is not None
+
+    def _give_up(self, peer: Peer, state: PeerState, reason: str) -> None:
+        """No probe will come of a welcome."""
+        self._node.send(peer, KvRefused([reason]))
+        self._end(peer, state, reason)
 
     def _end(self, peer: Peer, state: PeerState, detail: str) -> None:
         candidate = self._candidates.get(peer)

@@ -46,7 +46,10 @@ class KvHello(Message, frozen=True):
 
 
 class KvWelcome(Message, frozen=True):
-    """Decode -> prefill: compatible; here is where my pages are. ``probe_page`` may be written as a test."""
+    """Decode -> prefill: compatible; here is where my pages are. ``probe_page`` may be written as a test.
+
+    Answered by KvProbe or KvRefused.
+    """
 
     worker_id: str
     epoch: int
@@ -62,7 +65,10 @@ class KvWelcome(Message, frozen=True):
 
 
 class KvRefused(Message, frozen=True):
-    """Decode -> prefill: incompatible; each difference names both values."""
+    """Decode -> prefill: incompatible; each difference names both values.
+
+    Prefill -> decode, after a welcome: no probe of mine will come, for these reasons.
+    """
 
     differences: list[str]
 

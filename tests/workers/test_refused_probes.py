@@ -1,0 +1,151 @@
+"""A handshake that a prefill worker gives up after its welcome: both sides say why, nobody waits for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+from mapped_network import MappedNetwork
+from router_stand_in import wait_until
+
+from antiphon.decode_worker import greeter as greeter_module
+from antiphon.kv_transfer.in_process import InProcessNetwork
+from antiphon.kv_transfer.leases import Writer
+from antiphon.kv_transfer.slot_allotment import SlotAllotment
+from antiphon.kv_transfer.transport import Memory
+from antiphon.protocol.identity import Role
+from antiphon.protocol.kv_messages import KvHello, KvProbe, KvRefused, KvWelcome, RankMemory
+from antiphon.protocol.link import Peer
+
+Change = Callable[[RankMemory], RankMemory]
+
+
+@pytest.fixture
+def meet(pair_type: Any, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Start a pair on a network; ``change`` says what the decode worker tells of its memory."""
+
+    def start(network: InProcessNetwork, change: Change = lambda memory: memory) -> Any:
+        pair = pair_type(network.transport)
+        request.addfinalizer(pair.stop)
+        pair.prefill_address, pair.decode_address = pair.prefill.start(), pair.decode.start()
+        endpoint = pair.decode._kv.endpoint
+        endpoint._memory = change(endpoint.memory)
+        pair.publish()
+        return pair
+
+    return start
+
+
+def wait_refused(pair: Any, reason: str) -> None:
+    for worker in (pair.prefill, pair.decode):
+        wait_until(lambda worker=worker: reason in worker.status().detail, what=reason)
+        assert not worker.status().ready
+    assert pair.decode.status().counters["handshakes_failed"] > 0
+
+
+def test_both_sides_say_that_a_peer_is_of_another_host(meet: Any) -> None:
+    wait_refused(meet(MappedNetwork(required=True, hosts={"decode-0": "another"})), "it is on another host")
+
+
+def test_both_sides_say_that_metadata_is_of_another_agent(meet: Any) -> None:
+    network = MappedNetwork()
+    other = network.transport("decode-1/5/0")
+    other.register([Memory(4096, 4096)])
+
+    def lie(memory: RankMemory) -> RankMemory:
+        return msgspec.structs.replace(memory, agent_metadata=other.metadata())
+
+    pair = meet(network, lie)
+    wait_refused(pair, f"metadata of decode-1/5/0 instead of {pair.decode._kv.endpoint.memory.agent_name}")
+    assert not network.device.opened, "nothing is kept under the other's name"
+
+
+def test_both_sides_say_that_more_memory_is_offered_than_there_is(meet: Any) -> None:
+    network = MappedNetwork()
+
+    def lie(memory: RankMemory) -> RankMemory:
+        said = msgspec.msgpack.decode(memory.agent_metadata)
+        said["offers"][0]["offset"] += 16
+        return msgspec.structs.replace(memory, agent_metadata=msgspec.msgpack.encode(said))
+
+    pair = meet(network, lie)
+    wait_refused(pair, "memory that is not there is offered")
+    assert network.device.closed == network.device.opened
+    assert not network.device.copied_bytes
+
+
+def test_both_sides_say_that_a_probe_page_is_not_there(meet: Any) -> None:
+    """A peer that a prefill worker finds incompatible, which is for good."""
+
+    def lie(memory: RankMemory) -> RankMemory:
+        few = tuple(msgspec.structs.replace(region, pages=1) for region in memory.regions)
+        return msgspec.structs.replace(memory, regions=few)
+
+    pair = meet(InProcessNetwork(), lie)
+    wait_refused(pair, "of decode-0, which has 1")
+    assert "decode-0: refused" in pair.prefill.status().detail
+
+
+class Greeted:
+    """A greeter that two prefill workers have said hello to, the first of which is being probed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            greeter_module, "check_peer", lambda fingerprint, hello: Mock(agent_names=frozenset())
+        )
+        rank, self.node, self.thread, self.counters = Mock(), Mock(), Mock(), Counter[str]()
+        rank.clear_probe.side_effect = lambda: self.ended(None)
+        rank.check_probe.side_effect = lambda life: self.ended(0)
+        rank.memory = Mock(spec=RankMemory)
+        self.thread.when_done.side_effect = lambda future, act: act(future)
+        self.greeter = greeter_module.PrefillGreeter(
+            *(Mock(), [rank], {}, SlotAllotment(0, 0), self.node, self.thread, self.counters),
+            probe_timeout_s=10.0,
+        )
+        self.peers = [Peer(Role.PREFILL, f"prefill-{i}", 10 + i) for i in range(2)]
+        self.greeter.on_living({Writer(peer.worker_id, peer.epoch) for peer in self.peers})
+        for peer in self.peers:
+            self.hello(peer)
+
+    def hello(self, peer: Peer) -> None:
+        self.greeter.on_hello(peer, KvHello(peer.worker_id, peer.epoch, Mock(), 1, ()))
+
+    def ended(self, result: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(result)
+        return future
+
+    def welcomed(self) -> list[Peer]:
+        return [peer for peer, said in self.sent() if isinstance(said, KvWelcome)]
+
+    def sent(self) -> list[tuple[Peer, Any]]:
+        return [call.args for call in self.node.send.call_args_list]
+
+
+def test_a_refused_probe_makes_room_for_the_next_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Greeted(monkeypatch)
+    first, second = scene.peers
+    assert scene.welcomed() == [first]
+    scene.greeter.on_refused(first, KvRefused(["no such", "memory"]))
+    assert scene.welcomed() == [first, second]
+    assert scene.greeter.detail() == "prefill-0: refused: no such; memory"
+    scene.hello(first)  # later
+    scene.greeter.on_probe(second, KvProbe(second.epoch, scene.node.me.epoch))
+    assert scene.welcomed() == [first, second, first]
+    scene.greeter.on_probe(first, KvProbe(first.epoch, scene.node.me.epoch))
+    assert scene.greeter.ready() == (first, second)
+    assert scene.greeter.detail() == ""
+
+
+def test_a_refusal_ends_nobody_elses_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Greeted(monkeypatch)
+    first, second = scene.peers
+    scene.greeter.on_refused(second, KvRefused(["late"]))
+    assert scene.counters["stale_messages"] == 1
+    assert scene.welcomed() == [first]
+    assert scene.greeter.detail() == "prefill-1: waits for its probe"
