@@ -36,7 +36,7 @@ class WriteObserver(Protocol):
     """Is told of the writes of one transport, on the transfer thread."""
 
     def began(self) -> None:
-        """A write is under way."""
+        """A write is under way: it was posted, and its source is computed."""
 
     def arrived(self, sample: WriteSample) -> None:
         """A write was seen done."""
@@ -59,9 +59,8 @@ class TransferMetrics:
         self._bytes = histograms("bytes", "Size of a write.", buckets.TRANSFER_BYTES)
         self._descriptors = histograms("descriptors", "Runs of bytes in a write.", buckets.DESCRIPTORS)
         self._in_flight = 0
-        registry.gauge("kv_transfers_in_flight", "Writes of rank 0 that are under way.").set_function(
-            lambda: self._in_flight
-        )
+        text = "Writes of rank 0 that are under way; none whose source is still to be computed."
+        registry.gauge("kv_transfers_in_flight", text).set_function(lambda: self._in_flight)
 
     def observe(self, rank: int, sample: WriteSample) -> None:
         """Count a write that arrived."""
@@ -166,7 +165,8 @@ class MeasuredTransport:
         post_s = time.monotonic() - start
         size, runs = sum(part.total_bytes for part in copies), sum(len(part.runs) for part in copies)
         self._posted[write] = _Posted(start, post_s, size, runs, after)
-        self._observer.began()
+        if after is None:
+            self._observer.began()
         return write
 
     def state(self, write: WriteId) -> WriteState:
@@ -174,6 +174,7 @@ class MeasuredTransport:
         posted = self._posted[write]
         if posted.after is not None and posted.after():
             posted.at, posted.after = time.monotonic(), None
+            self._observer.began()
         state = self._inner.state(write)
         if state is WriteState.DONE and not posted.seen_done:
             posted.seen_done = True
@@ -186,8 +187,7 @@ class MeasuredTransport:
     def release(self, write: WriteId) -> bool:
         """See Transport."""
         released = self._inner.release(write)
-        if released:
-            del self._posted[write]
+        if released and self._posted.pop(write).after is None:
             self._observer.released()
         return released
 

@@ -182,7 +182,7 @@ def transfers() -> list[Panel]:
         ),
         lines(
             "Runs in a write, and writes under way",
-            "Mean number of separate byte runs; few and large is fast.",
+            "Mean number of separate byte runs: few and large is fast. Writes whose source is computed.",
             "none",
             Query(mean("antiphon_kv_transfer_descriptors", MODEL).expression, "runs"),
             Query(gauge("kv_transfers_in_flight", by="engine"), "{{engine}}: under way"),
