@@ -221,6 +221,33 @@ def test_a_step_that_fails_or_hangs_leaves_the_others_their_time(bundle: Path) -
     assert not list(bundle.glob("tmp.*")), "the folder of logs is gone"
 
 
+def test_a_log_of_any_length_is_kept_by_its_beginning_and_its_end(bundle: Path) -> None:
+    """Of each step, and of all steps of all runs together."""
+    long = "bash -c 'echo the first line; seq -f %0500.0f 2000; echo the last line'"
+    assert run_steps(bundle, f"step long 60 {long}").returncode == 0
+    log = bundle / "out/log.txt"
+    assert 290_000 < log.stat().st_size < 310_000
+    for line in ("the first line", "the middle is left out", "the last line"):
+        assert line in log.read_text(), line
+    for run in range(3):
+        lines = f"step s{run} 60 bash -c 'echo begin {run}; seq 20000; echo end {run}'"
+        assert run_steps(bundle, lines, LOG_BYTES="400000").returncode == 0
+        assert log.stat().st_size <= 400_000
+    said = log.read_text()
+    assert said.index("the first line") < said.index("the middle is left out") < said.index("end 2")
+    assert "begin 2" in said, "a whole step is in the half that is the end"
+    assert [path.name for path in (bundle / "out").iterdir()] == ["log.txt"]
+
+
+def test_what_a_step_keeps_in_the_log_itself_is_bounded_too(bundle: Path) -> None:
+    line = 'KEEPS_LOG=1 step own 60 bash -c \'seq 100000 >>"$OUT/log.txt"; echo the end >>"$OUT/log.txt"\''
+    assert run_steps(bundle, f"export OUT\n{line}", LOG_BYTES="50000").returncode == 0
+    said = (bundle / "out/log.txt").read_text()
+    assert len(said) <= 50_000
+    assert said.startswith("=== kernels ok")
+    assert said.endswith("the end\n")
+
+
 def test_all_went_well_is_zero_and_a_deployment_hears_an_interrupt_first(bundle: Path) -> None:
     assert run_steps(bundle, "step good 60 true").returncode == 0
     stops = "trap 'echo stopped what it started; exit 1' INT; while :; do sleep 0.05; done"

@@ -4,6 +4,7 @@
 #   OUT=        folder of results, measured/SCRIPT by default: at most eight files, none of subfolders
 #   ONLY=       names of steps with spaces between them; * stands for anything
 #   LIMIT_S=    seconds of the whole, 590 by default; what has no time left is named at the end
+#   LOG_BYTES=  of log.txt among the results, 4000000 by default: what is longer keeps its beginning and its end
 #   RESUME=     a file of results of an earlier run, which this run goes on from
 #   DRY=1       print each step's name, limit and command instead, and install nothing
 #   TARGET=     where the bundle is, or is to be, installed; PYTHON= the interpreter that has torch
@@ -19,6 +20,8 @@ DRY=${DRY:-}
 TARGET=${TARGET:-/tmp/antiphon-bundle}
 RESERVE_S=25 # for a step that must be killed, and for what is said at the end
 LEAST_S=10   # a step that has less left is not begun
+STEP_LOG_BYTES=300000
+LOG_BYTES=${LOG_BYTES:-4000000}
 export COLUMNS=120 # of tables
 begun=$(date -u +%Y-%m-%dT%H:%M:%S)
 
@@ -63,13 +66,35 @@ step() {
   [ -z "${SHOW:-}" ] || tail -n "$SHOW" "$log" | cut -b 1-600
 }
 
-# keep TITLE FILE: the end of a log among the results, whole even where steps end together.
+# keep TITLE FILE: a log among the results, in one piece even where steps end together.
 keep() {
   (
     flock 9
-    printf '=== %s\n' "$1"
-    tail -c 300000 "$2"
-  ) 9>"$logs/lock" >>"$OUT/log.txt"
+    {
+      printf '=== %s\n' "$1"
+      ends "$2" "$STEP_LOG_BYTES"
+    } >>"$OUT/log.txt"
+    bound
+  ) 9>"$logs/lock"
+}
+
+# ends FILE BYTES: all of it, or its beginning and its end where it is longer.
+ends() {
+  local half=$(($2 / 2))
+  if [ "$(stat -c %s "$1")" -le "$2" ]; then
+    cat "$1"
+  else
+    head -c "$half" "$1"
+    printf '\n=== the middle is left out\n'
+    tail -c "$half" "$1"
+  fi
+}
+
+# Hold log.txt to its bytes; in place, since two_gpus.py has it open to append to.
+bound() {
+  [ -f "$OUT/log.txt" ] && [ "$(stat -c %s "$OUT/log.txt")" -gt "$LOG_BYTES" ] || return 0
+  ends "$OUT/log.txt" "$((LOG_BYTES - 100))" >"$logs/ends"
+  cat "$logs/ends" >"$OUT/log.txt"
 }
 
 # resume NAME: what an earlier run wrote under that name.
@@ -89,6 +114,7 @@ finish() {
   for file in "$logs"/*/*.log; do
     [ ! -f "$file" ] || keep "$(basename "$file")" "$file"
   done
+  bound
   "$PYTHON" -m antiphon.benchmarks.bundle.figures --since "$begun" "$OUT" || code=1
   for name in $(names failed); do
     code=1
