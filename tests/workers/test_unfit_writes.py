@@ -1,4 +1,4 @@
-"""A write that does not fit into mapped pages fails alone: its worker lives, its request is computed again."""
+"""A write that does not fit into mapped pages fails alone: its request is computed again."""
 
 from __future__ import annotations
 
