@@ -137,14 +137,16 @@ class DecodePeers:
             self._give_up(peer, PeerState.REFUSED, str(error))
             return
         candidate.state = PeerState.PROBING
-        if message.severed:  # what breaks from here on is another connection
-            self._broken.pop(peer, None)
+        # What breaks from here on is another connection.
+        broken = self._broken.pop(peer, None) if message.severed else None
         self._connected_to.add(peer)
         life, pages = PeerLife(peer.worker_id, peer.epoch), dict(message.probe_pages)
         staging = None if message.staging is None else SlotRange(*message.staging)
         them = life, message.tensor_parallel, message.ranks, staging
         connected = [rank.connect(*them, severed=message.severed) for rank in self._ranks]
-        self._thread.when_done(all_of(connected), lambda done: self._connected(candidate, life, pages, done))
+        self._thread.when_done(
+            all_of(connected), lambda done: self._connected(candidate, life, pages, broken, done)
+        )
 
     def on_probe_result(self, peer: Peer, message: KvProbeResult) -> None:
         """The decode worker compared the probe pages."""
@@ -181,8 +183,16 @@ class DecodePeers:
         self._node.send(peer, hello)
 
     def _connected(
-        self, candidate: _Candidate, life: PeerLife, pages: dict[str, int], done: Future[list[bool]]
+        self,
+        candidate: _Candidate,
+        life: PeerLife,
+        pages: dict[str, int],
+        broken: str | None,
+        done: Future[list[bool]],
     ) -> None:
+        peer = candidate.peer
+        if broken is not None and done.exception() is not None and peer in self._connected_to:
+            self._broken.setdefault(peer, broken)  # a rank may not know that it was severed: ask for it again
         if self._gone(candidate, done):
             return
         candidate.mapped = all(done.result())

@@ -15,6 +15,7 @@ from router_stand_in import wait_until as until
 from antiphon.decode_worker import greeter as greeter_module
 from antiphon.decode_worker.receiver import ReceiveState
 from antiphon.kv_transfer.arrivals import ArrivedConnections
+from antiphon.kv_transfer.futures import done, failed
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
 from antiphon.kv_transfer.leases import Writer
 from antiphon.kv_transfer.slot_allotment import SlotAllotment
@@ -22,7 +23,7 @@ from antiphon.prefill_worker import peers as peers_module
 from antiphon.prefill_worker.peers import TIMED_ROUNDS
 from antiphon.protocol.errors import ConfigError, TransferError
 from antiphon.protocol.identity import Role
-from antiphon.protocol.kv_messages import KvHello, KvWelcome
+from antiphon.protocol.kv_messages import KvHello, KvProbeResult, KvWelcome
 from antiphon.protocol.link import Peer
 
 Start = Callable[..., tuple[Any, Any]]
@@ -213,3 +214,48 @@ def test_a_decode_worker_that_is_gone_is_not_connected_by_the_welcome_it_left(
     peers.on_lost(peer)
     assert (rank.connect.call_count, rank.disconnect.call_count) == (1, 1)
     assert counters["stale_messages"] == 1
+
+
+def test_what_was_severed_is_severed_again_where_no_connection_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank hears of it with its new connection, and until then uses none of its slots that were lost."""
+    monkeypatch.setattr(peers_module, "check_peer", lambda fingerprint, welcome: Mock())
+    rank, node, thread, peer = Mock(), Mock(), Mock(), Peer(Role.DECODE, "decode-0", 5)
+    rank.memory.regions = ()
+    rank.write_probe.side_effect = lambda life, pages: done()
+    thread.when_done.side_effect = lambda future, act: act(future)
+    peers = peers_module.DecodePeers(Mock(), [rank], node, thread, Counter(), lambda: None)
+
+    def greeted_as_broken() -> bool:
+        hello = node.send.call_args.args[1]
+        assert isinstance(hello, KvHello)
+        return hello.broken
+
+    def welcome(severed: bool, connected: Future[Any]) -> None:
+        rank.connect.side_effect = lambda *them, **how: connected
+        peers.on_welcome(peer, KvWelcome("decode-0", 5, Mock(), 1, (), {}, severed=severed))
+
+    def greet_again() -> None:
+        _, act, candidate = thread.later.call_args.args
+        act(candidate)
+
+    mapped: Future[bool] = Future()
+    mapped.set_result(True)
+    peers.on_up(peer)
+    welcome(False, mapped)
+    peers.on_probe_result(peer, KvProbeResult(5, True, ""))
+    assert peers.ready() == (peer,)
+    peers.distrust(peer, "a write failed")
+    greet_again()
+    assert greeted_as_broken()
+    welcome(True, failed(TransferError("handshake", "no connection")))
+    greet_again()
+    assert greeted_as_broken()
+    welcome(True, mapped)
+    assert rank.connect.call_args.kwargs == {"severed": True}
+    peers.on_probe_result(peer, KvProbeResult(5, True, ""))
+    assert peers.ready() == (peer,)
+    welcome(True, failed(TransferError("handshake", "no connection")))
+    greet_again()
+    assert not greeted_as_broken(), "nothing broke since"
