@@ -211,8 +211,10 @@ def test_a_process_ends_when_nobody_asks_for_it_any_more(monkeypatch: pytest.Mon
     clock = Clock()
     monkeypatch.setattr(lifeline_module, "time", clock)
     ends: list[float] = []
+    threads = set(threading.enumerate())
     lifeline = Lifeline(3.0, lambda: ends.append(clock.now))
-    clock.now += 100  # nobody has begun to ask
+    assert set(threading.enumerate()) <= threads, "nobody has begun to ask, and nothing waits for that"
+    clock.now += 100
     for _ in range(8):
         lifeline.asked()
         clock.go_on(2.0)
