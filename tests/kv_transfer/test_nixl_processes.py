@@ -172,6 +172,7 @@ def test_what_a_dead_writer_left_in_the_network_lands_unless_its_connections_are
     bystander.say("go")  # somebody else's connection still works
     while (heard := receiver.hear()).get("sender") != "sender/4/0":
         assert heard["sender"] == "sender/5/0"
+        assert not severed, "its last word came through a connection that is closed"
     assert heard == {"sender": "sender/4/0", "payload": "arrived", "total": 7 * SIZE}
 
 
