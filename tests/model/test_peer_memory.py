@@ -177,7 +177,7 @@ def test_a_rank_that_never_comes_is_named_within_the_stores_timeout(monkeypatch:
 )
 def test_what_one_rank_fails_with_all_raise(what: str, said: str) -> None:
     """At once, not when they have waited long enough; and nothing of theirs stays open."""
-    ranks = Ranks(3, timeout_s=600.0)
+    ranks = Ranks(3, timeout_s=200.0)
     ranks.devices[1].refuses[what] = "out of memory"
     begin = time.monotonic()
     errors = ranks.at_once(ranks.make)

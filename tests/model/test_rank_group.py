@@ -114,7 +114,7 @@ class Stuck:
         self.released = threading.Event()
 
     def abort(self) -> None:
-        self.released.wait(600)
+        self.released.wait(200)
 
 
 def test_leaving_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
