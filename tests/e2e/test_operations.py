@@ -14,11 +14,13 @@ import pytest_asyncio
 
 from antiphon.cluster.control import AskStatus, ControlServer, ScalePool, UpgradeTo
 from antiphon.cluster.deployment import Deployment, autoscaling, deploy
+from antiphon.cluster.member import MemberState
 from antiphon.cluster.operations import Operations
 from antiphon.cluster.resolution import resolve_deployment
 from antiphon.cluster.supervisor import OperationFailed
 from antiphon.cluster.upgrade import Upgrade
 from antiphon.configs.schema import DeploymentConfig
+from antiphon.protocol.identity import Role
 
 pytestmark = [
     pytest.mark.e2e,
@@ -92,7 +94,10 @@ class Load:
             turn += 1
             if time.monotonic() > self._looked_at + OLD_S:
                 await self._look()
-            if not self._healthy:
+            if not self._healthy:  # as where a machine has had no time for the links of any router
+                routers = self._deployment.supervisor.of_role(Role.ROUTER)
+                if not any(router.state is MemberState.RUNNING for router in routers):
+                    self.outcomes["no router runs"] += 1
                 await asyncio.sleep(CHECK_S)
                 continue
             url = self._healthy[turn % len(self._healthy)]
