@@ -24,7 +24,7 @@ if find_spec("hypothesis") is not None:
 
 SERVICES = {"chaos", "clients", "cluster", "e2e", "engine"}
 SERVICES |= {"kv_transfer", "protocol", "router", "telemetry", "workers"}
-"""Folders whose tests run services or watch the clock: one process has them all."""
+"""Folders whose tests run services or watch the clock: one process has them, and all that start a deployment."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,5 +33,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         inside = item.path.relative_to(Path(__file__).parent)
-        together = "services" if inside.parts[0] in SERVICES else str(inside)
+        starts = inside.parts[0] in SERVICES or item.get_closest_marker("e2e") is not None
+        together = "services" if starts else str(inside)
         item.add_marker(pytest.mark.xdist_group(together))
