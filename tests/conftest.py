@@ -24,7 +24,7 @@ if find_spec("hypothesis") is not None:
 
 SERVICES = {"chaos", "clients", "cluster", "e2e", "engine"}
 SERVICES |= {"kv_transfer", "protocol", "router", "telemetry", "workers"}
-"""Folders whose tests run services or watch the clock: one process has them, and all that start a deployment."""
+"""Folders whose tests run services or watch the clock. One process has them, and all that deploys."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
