@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,7 +30,16 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class _Probe:
     peer: Peer
+    hello: KvHello
     since: float
+
+    @property
+    def life(self) -> PeerLife:
+        return PeerLife(self.peer.worker_id, self.peer.epoch)
+
+    @property
+    def writer(self) -> Writer:
+        return Writer(self.peer.worker_id, self.peer.epoch)
 
 
 class PrefillGreeter:
@@ -61,8 +70,8 @@ class PrefillGreeter:
         self._probe_timeout_s = probe_timeout_s
         self._living: set[Writer] = set()
         self._not_vouched: dict[Peer, KvHello] = {}
-        self._queue: deque[Peer] = deque()
-        self._hellos: dict[Peer, KvHello] = {}
+        self._queue: dict[Peer, KvHello] = {}
+        """Who is to be probed, in turn."""
         self._probe: _Probe | None = None
         self._agents: dict[str, Writer] = {}
         self._ready: set[Peer] = set()
@@ -92,8 +101,7 @@ class PrefillGreeter:
         """Welcome who waited for being vouched for; forget the agents of those who are over."""
         self._living = living
         self._agents = {name: writer for name, writer in self._agents.items() if writer in living}
-        self._hellos = {p: h for p, h in self._hellos.items() if Writer(p.worker_id, p.epoch) in living}
-        self._queue = deque(peer for peer in self._queue if peer in self._hellos)
+        self._queue = {p: h for p, h in self._queue.items() if Writer(p.worker_id, p.epoch) in living}
         for peer in [p for p in self._not_vouched if Writer(p.worker_id, p.epoch) in living]:
             self.on_hello(peer, self._not_vouched.pop(peer))
 
@@ -108,18 +116,15 @@ class PrefillGreeter:
         try:
             kv = check_peer(self._fingerprint, message)
         except HandshakeError as error:
-            self._counters["handshakes_failed"] += 1
-            self._refused[peer] = str(error)
-            _log.warning("refused %s: %s", peer, error)
-            self._node.send(peer, KvRefused(str(error).split("; ")))
+            self._node.send(peer, KvRefused(str(error).split("; "), message.handshake))
+            self._queue.pop(peer, None)
+            self._refuse(peer, str(error))
             return
         for name in kv.agent_names:
             self._agents[name] = Writer(peer.worker_id, peer.epoch)
-        self._hellos[peer] = message
+        self._queue[peer] = message
         if self._probe is not None and self._probe.peer == peer:
             self._end_probe()  # it starts over
-        if peer not in self._queue:
-            self._queue.append(peer)
         self._next_probe()
 
     def on_probe(self, peer: Peer, message: KvProbe) -> None:
@@ -127,13 +132,12 @@ class PrefillGreeter:
         if message.decode_epoch != self._node.me.epoch or message.prefill_epoch != peer.epoch:
             self._counters["stale_messages"] += 1
             return
-        probe = self._probe
-        if probe is None or probe.peer != peer:
-            self._counters["handshakes_failed"] += 1
-            self._node.send(peer, KvProbeResult(self._node.me.epoch, False, "the probe came too late"))
+        probe = self._probe_of(peer, message.handshake)
+        if probe is None:
+            self._counters["stale_messages"] += 1
+            self._say_failed(peer, message.handshake, "the probe came too late")
             return
-        life = PeerLife(peer.worker_id, peer.epoch)
-        checked = all_of([rank.check_probe(life) for rank in self._ranks])
+        checked = all_of([rank.check_probe(probe.life) for rank in self._ranks])
         self._thread.when_done(checked, lambda done: self._checked(probe, message, done))
 
     def _checked(self, probe: _Probe, message: KvProbe, done: Future[list[int]]) -> None:
@@ -144,28 +148,25 @@ class PrefillGreeter:
         detail = "" if error is None else str(error)
         if error is None and path == "tcp" and self._refuse_tcp:
             detail = f"KV would move over TCP, at {rate / 1e9:.2f} GB/s, and transfer.refuse_tcp is set"
-            self._refused[probe.peer] = detail
-        self._counters["handshakes_failed" if detail else "handshakes_ok"] += 1
-        if not detail:
-            _log.info("KV of %s comes by %s, at %.2f GB/s", probe.peer, path, rate / 1e9)
-            self._ready.add(probe.peer)
-            self._paths[probe.peer] = path, rate
-            self._refused.pop(probe.peer, None)
-        self._node.send(probe.peer, KvProbeResult(self._node.me.epoch, not detail, detail, path))
+        if detail:
+            self._refuse_probe(probe, detail, path)
+            return
+        _log.info("KV of %s comes by %s, at %.2f GB/s", probe.peer, path, rate / 1e9)
+        self._counters["handshakes_ok"] += 1
+        self._ready.add(probe.peer)
+        self._paths[probe.peer] = path, rate
+        self._refused.pop(probe.peer, None)
+        result = KvProbeResult(self._node.me.epoch, True, "", path, probe.hello.handshake)
+        self._node.send(probe.peer, result)
         self._end_probe()
         self._next_probe()
 
     def on_refused(self, peer: Peer, message: KvRefused) -> None:
         """It cannot write here, so no probe of it comes: the next may be probed. It tries again later."""
-        if self._probe is None or self._probe.peer != peer:
+        if self._probe_of(peer, message.handshake) is None:
             self._counters["stale_messages"] += 1
-            return
-        reason = "; ".join(message.differences)
-        self._counters["handshakes_failed"] += 1
-        self._refused[peer] = reason
-        _log.warning("%s cannot write here: %s", peer, reason)
-        self._end_probe()
-        self._next_probe()
+        else:
+            self._refuse(peer, "; ".join(message.differences))
 
     def on_lost(self, peer: Peer) -> None:
         """The link's session ended. Its agent names stay known: late notifications have an owner."""
@@ -173,8 +174,7 @@ class PrefillGreeter:
         self._paths.pop(peer, None)
         self._not_vouched.pop(peer, None)
         self._refused.pop(peer, None)
-        if peer in self._queue:
-            self._queue.remove(peer)
+        self._queue.pop(peer, None)
         if self._probe is not None and self._probe.peer == peer:
             self._end_probe()
         self._next_probe()
@@ -187,31 +187,30 @@ class PrefillGreeter:
     def _next_probe(self) -> None:
         if self._probe is not None or not self._queue:
             return
-        self._probe = probe = _Probe(self._queue.popleft(), time.monotonic())
+        peer = next(iter(self._queue))
+        self._probe = probe = _Probe(peer, self._queue.pop(peer), time.monotonic())
         self._expect(+1)
-        life, hello = PeerLife(probe.peer.worker_id, probe.peer.epoch), self._hellos[probe.peer]
-        if not hello.broken:
-            self._clear(probe, life, hello)
+        if not probe.hello.broken:
+            self._clear(probe)
             return
         # Ended before it connects anew: what it sent before must not land in a slot that it writes again.
-        severed = all_of([rank.sever(life) for rank in self._ranks])
-        self._thread.when_done(severed, lambda done: self._severed(probe, life, hello, done))
+        severed = all_of([rank.sever(probe.life) for rank in self._ranks])
+        self._thread.when_done(severed, lambda done: self._severed(probe, done))
 
-    def _severed(self, probe: _Probe, life: PeerLife, hello: KvHello, done: Future[list[None]]) -> None:
+    def _severed(self, probe: _Probe, done: Future[list[None]]) -> None:
         if self._probe is not probe:
             return
         if done.exception() is not None:
-            self._counters["handshakes_failed"] += 1
             self._refuse_probe(probe, str(done.exception()))
         else:
-            self._clear(probe, life, hello)
+            self._clear(probe)
 
-    def _clear(self, probe: _Probe, life: PeerLife, hello: KvHello) -> None:
+    def _clear(self, probe: _Probe) -> None:
         # What an earlier probe left must not pass for this one; who stages pages has to be answered.
         ready = [rank.clear_probe() for rank in self._ranks]
-        slots = self._slots.of(Writer(life.worker_id, life.epoch))
+        slots = self._slots.of(probe.writer)
         if slots is not None:
-            them = life, hello.tensor_parallel, hello.ranks
+            them = probe.life, probe.hello.tensor_parallel, probe.hello.ranks
             connected = all_of([rank.connect(*them, granted=slots) for rank in self._ranks])
             ready.append(without_result(connected))
         self._thread.when_done(all_of(ready), lambda done: self._cleared(probe, done))
@@ -221,23 +220,39 @@ class PrefillGreeter:
             return
         error = done.exception()
         if error is not None:
-            self._counters["handshakes_failed"] += 1
             self._refuse_probe(probe, str(error))
             return
         me, memories = self._node.me, tuple(rank.memory for rank in self._ranks)
-        slots = self._slots.of(Writer(probe.peer.worker_id, probe.peer.epoch))
+        slots = self._slots.of(probe.writer)
         welcome = KvWelcome(
             *(me.worker_id, me.epoch, self._fingerprint, len(memories), memories, self._probe_pages),
             None if slots is None else (slots.first, slots.count),
-            severed=self._hellos[probe.peer].broken,
+            severed=probe.hello.broken,
+            handshake=probe.hello.handshake,
         )
         self._node.send(probe.peer, welcome)
 
-    def _refuse_probe(self, probe: _Probe, reason: str) -> None:
+    def _probe_of(self, peer: Peer, handshake: int) -> _Probe | None:
+        """The probe under way, if it is this one: not one that was given up, or of an earlier handshake."""
+        probe = self._probe
+        this = probe is not None and (probe.peer, probe.hello.handshake) == (peer, handshake)
+        return probe if this else None
+
+    def _refuse_probe(self, probe: _Probe, reason: str, path: str = "") -> None:
         """It tries again later."""
-        self._refused[probe.peer] = reason
-        self._node.send(probe.peer, KvProbeResult(self._node.me.epoch, False, reason))
-        self._end_probe()
+        self._say_failed(probe.peer, probe.hello.handshake, reason, path)
+        self._refuse(probe.peer, reason)
+
+    def _say_failed(self, peer: Peer, handshake: int, reason: str, path: str = "") -> None:
+        self._node.send(peer, KvProbeResult(self._node.me.epoch, False, reason, path, handshake))
+
+    def _refuse(self, peer: Peer, reason: str) -> None:
+        """Its last handshake led nowhere; the next may be probed."""
+        self._counters["handshakes_failed"] += 1
+        _log.warning("handshake with %s: refused: %s", peer, reason)
+        self._refused[peer] = reason
+        if self._probe is not None and self._probe.peer == peer:
+            self._end_probe()
         self._next_probe()
 
     def _expect(self, change: int) -> None:

@@ -4,7 +4,8 @@
 
 A step that fails after the welcome is told, since the decode worker waits for the probe. A peer that is
 incompatible stays refused until the topology shows another life of it; every other failure is tried again,
-later each time.
+later each time. Each try is a handshake of its own number: answers to another, and steps of another that end
+late, change nothing.
 """
 
 from __future__ import annotations
@@ -49,8 +50,25 @@ class _Candidate:
     state: PeerState = PeerState.GREETING
     retry_s: float = _FIRST_RETRY_S
     detail: str = ""
+    handshake: int = 0
+    """The last one, see KvHello."""
     mapped: bool = False
     """Every rank's GPU writes straight into its pages."""
+    severed: str | None = None
+    """How the connection broke that it severed for this handshake, until every rank has made another."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Probing:
+    """A handshake from its welcome on."""
+
+    peer: Peer
+    handshake: int
+    pages: dict[str, int]
+
+    @property
+    def life(self) -> PeerLife:
+        return PeerLife(self.peer.worker_id, self.peer.epoch)
 
 
 class DecodePeers:
@@ -72,6 +90,7 @@ class DecodePeers:
         self._counters = counters
         self._on_ready = on_ready
         self._candidates: dict[Peer, _Candidate] = {}
+        self._handshakes = 0
         self._connected_to: set[Peer] = set()
         """Lives that the ranks' transfer agents were told of."""
         self._broken: dict[Peer, str] = {}
@@ -95,12 +114,14 @@ class DecodePeers:
 
     def on_up(self, peer: Peer) -> None:
         """A link to a decode worker stands."""
-        self._candidates[peer] = _Candidate(peer)
-        self._greet(peer)
+        self._candidates[peer] = candidate = _Candidate(peer)
+        self._greet(candidate)
 
     def on_lost(self, peer: Peer) -> None:
         """The link's session ended. The transport stays connected: the same life may come back."""
-        self._candidates.pop(peer, None)
+        candidate = self._candidates.pop(peer, None)
+        if candidate is not None:
+            self._sever_again(candidate)
 
     def distrust(self, peer: Peer, reason: str) -> None:
         """A connection to a peer broke, though its link stands: a new handshake makes another."""
@@ -109,8 +130,7 @@ class DecodePeers:
         self._broken[peer] = reason
         candidate = self._candidates.get(peer)
         if candidate is not None and candidate.state is PeerState.READY:
-            self._end(peer, PeerState.FAILED, reason)
-            self._on_ready()
+            self._end(candidate, PeerState.FAILED, reason)
 
     def forget(self, peer: Peer) -> None:
         """This life of a decode worker is over; what it said before is not heard any more."""
@@ -123,40 +143,42 @@ class DecodePeers:
 
     def on_refused(self, peer: Peer, message: KvRefused) -> None:
         """The decode worker found us incompatible."""
-        self._end(peer, PeerState.REFUSED, "; ".join(message.differences))
+        candidate = self._at(peer, message.handshake, PeerState.GREETING, PeerState.PROBING, PeerState.READY)
+        if candidate is None:
+            self._counters["stale_messages"] += 1
+        else:
+            self._end(candidate, PeerState.REFUSED, "; ".join(message.differences))
 
     def on_welcome(self, peer: Peer, message: KvWelcome) -> None:
         """The decode worker told where its pages are."""
-        candidate = self._candidates.get(peer)
+        candidate = self._at(peer, message.handshake, PeerState.GREETING)
         if candidate is None or message.epoch != peer.epoch:
             self._counters["stale_messages"] += 1
             return
         try:
             check_peer(self._fingerprint, message)
         except HandshakeError as error:
-            self._give_up(peer, PeerState.REFUSED, str(error))
+            self._give_up(candidate, PeerState.REFUSED, str(error))
             return
         candidate.state = PeerState.PROBING
-        # What breaks from here on is another connection.
-        broken = self._broken.pop(peer, None) if message.severed else None
+        if message.severed:  # what breaks from here on is another connection
+            candidate.severed = self._broken.pop(peer, None)
         self._connected_to.add(peer)
-        life, pages = PeerLife(peer.worker_id, peer.epoch), dict(message.probe_pages)
+        probing = _Probing(peer, message.handshake, dict(message.probe_pages))
         staging = None if message.staging is None else SlotRange(*message.staging)
-        them = life, message.tensor_parallel, message.ranks, staging
+        them = probing.life, message.tensor_parallel, message.ranks, staging
         connected = [rank.connect(*them, severed=message.severed) for rank in self._ranks]
-        self._thread.when_done(
-            all_of(connected), lambda done: self._connected(candidate, life, pages, broken, done)
-        )
+        self._thread.when_done(all_of(connected), lambda done: self._connected(probing, done))
 
     def on_probe_result(self, peer: Peer, message: KvProbeResult) -> None:
         """The decode worker compared the probe pages."""
-        candidate = self._candidates.get(peer)
         answers = (PeerState.PROBING,) if message.ok else (PeerState.PROBING, PeerState.GREETING)
-        if candidate is None or message.decode_epoch != peer.epoch or candidate.state not in answers:
+        candidate = self._at(peer, message.handshake, *answers)
+        if candidate is None or message.decode_epoch != peer.epoch:
             self._counters["stale_messages"] += 1
         elif message.ok and peer in self._broken:  # while it was being probed
             candidate.retry_s = _FIRST_RETRY_S
-            self._end(peer, PeerState.FAILED, self._broken[peer])
+            self._end(candidate, PeerState.FAILED, self._broken[peer])
         elif message.ok:
             candidate.state, candidate.detail = PeerState.READY, ""
             candidate.retry_s = _FIRST_RETRY_S
@@ -164,83 +186,95 @@ class DecodePeers:
             _log.info("probe pages arrived intact at %s, by %s", peer, message.path)
             self._on_ready()
         else:
-            self._end(peer, PeerState.FAILED, message.detail)
+            self._end(candidate, PeerState.FAILED, message.detail)
 
     # ------------------------------------------------------------------------------------------- steps
 
     def _greet_again(self, candidate: _Candidate) -> None:
         if self._candidates.get(candidate.peer) is candidate and candidate.state is PeerState.FAILED:
             candidate.state = PeerState.GREETING
-            self._greet(candidate.peer)
+            self._greet(candidate)
 
-    def _greet(self, peer: Peer) -> None:
+    def _greet(self, candidate: _Candidate) -> None:
+        self._handshakes += 1
+        candidate.handshake = self._handshakes
         memories = tuple(rank.memory for rank in self._ranks)
         me = self._node.me
         hello = KvHello(
             *(me.worker_id, me.epoch, self._fingerprint, len(memories), memories),
-            broken=peer in self._broken,
+            broken=candidate.peer in self._broken,
+            handshake=candidate.handshake,
         )
-        self._node.send(peer, hello)
+        self._node.send(candidate.peer, hello)
 
-    def _connected(
-        self,
-        candidate: _Candidate,
-        life: PeerLife,
-        pages: dict[str, int],
-        broken: str | None,
-        done: Future[list[bool]],
-    ) -> None:
-        peer = candidate.peer
-        if broken is not None and done.exception() is not None and peer in self._connected_to:
-            self._broken.setdefault(peer, broken)  # a rank may not know that it was severed: ask for it again
-        if self._gone(candidate, done):
+    def _connected(self, probing: _Probing, done: Future[list[bool]]) -> None:
+        candidate = self._going_on(probing, done)
+        if candidate is None:
             return
+        candidate.severed = None
         candidate.mapped = all(done.result())
-        written = all_of([rank.write_probe(life, pages) for rank in self._ranks])
-        self._thread.when_done(written, lambda done: self._written_once(candidate, life, pages, done))
+        written = all_of([rank.write_probe(probing.life, probing.pages) for rank in self._ranks])
+        self._thread.when_done(written, lambda done: self._written_once(probing, done))
 
-    def _written_once(
-        self, candidate: _Candidate, life: PeerLife, pages: dict[str, int], done: Future[list[None]]
-    ) -> None:
+    def _written_once(self, probing: _Probing, done: Future[list[None]]) -> None:
         """The connection stands: now the same bytes again, against the clock."""
-        if self._gone(candidate, done):
+        if self._going_on(probing, done) is None:
             return
         began = time.monotonic()
-        rounds = [rank.write_probe(life, pages) for _ in range(TIMED_ROUNDS) for rank in self._ranks]
-        self._thread.when_done(all_of(rounds), lambda done: self._probed(candidate, began, pages, done))
+        rounds = [
+            rank.write_probe(probing.life, probing.pages) for _ in range(TIMED_ROUNDS) for rank in self._ranks
+        ]
+        self._thread.when_done(all_of(rounds), lambda done: self._probed(probing, began, done))
 
-    def _probed(
-        self, candidate: _Candidate, began: float, pages: dict[str, int], done: Future[list[None]]
-    ) -> None:
-        if self._gone(candidate, done):
+    def _probed(self, probing: _Probing, began: float, done: Future[list[None]]) -> None:
+        candidate = self._going_on(probing, done)
+        if candidate is None:
             return
         seconds = time.monotonic() - began
         regions = [region for rank in self._ranks for region in rank.memory.regions]
-        once = sum(region.page_bytes for region in regions if region.group in pages)
+        once = sum(region.page_bytes for region in regions if region.group in probing.pages)
         epochs = self._node.me.epoch, candidate.peer.epoch
-        probe = KvProbe(*epochs, TIMED_ROUNDS * once, seconds, candidate.mapped)
+        probe = KvProbe(*epochs, TIMED_ROUNDS * once, seconds, candidate.mapped, candidate.handshake)
         self._node.send(candidate.peer, probe)
 
-    def _gone(self, candidate: _Candidate, done: Future[list[bool]] | Future[list[None]]) -> bool:
-        """Whether a step of a handshake led nowhere: it failed, or its link has ended meanwhile."""
-        if self._candidates.get(candidate.peer) is not candidate:
-            return True
-        if done.exception() is not None:
-            self._give_up(candidate.peer, PeerState.FAILED, str(done.exception()))
-        return done.exception() is not None
-
-    def _give_up(self, peer: Peer, state: PeerState, reason: str) -> None:
-        """No probe will come of a welcome."""
-        self._node.send(peer, KvRefused([reason]))
-        self._end(peer, state, reason)
-
-    def _end(self, peer: Peer, state: PeerState, detail: str) -> None:
+    def _at(self, peer: Peer, handshake: int, *states: PeerState) -> _Candidate | None:
+        """The peer, if this handshake is its last one and has come to one of these states."""
         candidate = self._candidates.get(peer)
-        if candidate is None or candidate.state in (PeerState.FAILED, PeerState.REFUSED):
-            return
+        if candidate is None or candidate.handshake != handshake or candidate.state not in states:
+            return None
+        return candidate
+
+    def _going_on(
+        self, probing: _Probing, done: Future[list[bool]] | Future[list[None]]
+    ) -> _Candidate | None:
+        """The peer, unless a step led nowhere: it failed, or its handshake has ended meanwhile."""
+        candidate = self._at(probing.peer, probing.handshake, PeerState.PROBING)
+        error = done.exception()
+        if candidate is None or error is None:
+            return candidate
+        self._give_up(candidate, PeerState.FAILED, str(error))
+        return None
+
+    def _give_up(self, candidate: _Candidate, state: PeerState, reason: str) -> None:
+        """No probe will come of a welcome."""
+        self._node.send(candidate.peer, KvRefused([reason], candidate.handshake))
+        self._end(candidate, state, reason)
+
+    def _end(self, candidate: _Candidate, state: PeerState, detail: str) -> None:
+        """A handshake is over that was under way or had succeeded."""
+        was_ready = candidate.state is PeerState.READY
         candidate.state, candidate.detail = state, detail
+        self._sever_again(candidate)
         self._counters["handshakes_failed"] += 1
-        _log.warning("handshake with %s: %s: %s", peer, state, detail)
+        _log.warning("handshake with %s: %s: %s", candidate.peer, state, detail)
         if state is PeerState.FAILED:
             self._thread.later(candidate.retry_s, self._greet_again, candidate)
             candidate.retry_s = min(candidate.retry_s * 2, _LAST_RETRY_S)
+        if was_ready:
+            self._on_ready()
+
+    def _sever_again(self, candidate: _Candidate) -> None:
+        """A rank without its new connection may not know that it was severed: ask for it again."""
+        if candidate.severed is not None:
+            self._broken.setdefault(candidate.peer, candidate.severed)
+            candidate.severed = None

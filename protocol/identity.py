@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Version of every message in this package. History:
 
 1: first form.
@@ -19,6 +19,8 @@ PROTOCOL_VERSION = 5
 4: full layers may hold FP8 (KvFingerprint.full_kv_dtype).
 5: a slot is granted to its writer (ConnectPeer.granted); GPUs of one host write into each other's pages
    (KvProbe.mapped, RankAnswer.mapped), and metadata of their transfer agents says how to map these.
+6: messages of a handshake say of which they are (``handshake`` of KvHello, KvWelcome, KvRefused, KvProbe and
+   KvProbeResult).
 """
 
 FP8_E4M3 = "fp8_e4m3"

@@ -43,6 +43,9 @@ class KvHello(Message, frozen=True):
     ranks: tuple[RankMemory, ...]
     broken: bool = False
     """Its connection to you broke: end what is left of it before you welcome it."""
+    handshake: int = 0
+    """How many handshakes this life of the sender began up to this one, with anybody. Each message of the
+    handshake repeats it, both ways, so that what comes late ends no other."""
 
 
 class KvWelcome(Message, frozen=True):
@@ -62,6 +65,8 @@ class KvWelcome(Message, frozen=True):
     """(first, count) of the staging slots that are this writer's alone; None: it writes pages directly."""
     severed: bool = False
     """Nothing that came over an earlier connection of yours can change a page or a slot of mine any more."""
+    handshake: int = 0
+    """As in KvHello."""
 
 
 class KvRefused(Message, frozen=True):
@@ -71,6 +76,8 @@ class KvRefused(Message, frozen=True):
     """
 
     differences: list[str]
+    handshake: int = 0
+    """As in KvHello."""
 
 
 class KvProbe(Message, frozen=True):
@@ -84,6 +91,8 @@ class KvProbe(Message, frozen=True):
     """How long those rounds took."""
     mapped: bool = False
     """Every rank's GPU wrote straight into your pages, which it has mapped."""
+    handshake: int = 0
+    """As in KvHello."""
 
 
 class KvProbeResult(Message, frozen=True):
@@ -95,6 +104,8 @@ class KvProbeResult(Message, frozen=True):
     path: str = ""
     """``mapped``: the writer's GPUs write into the pages themselves. Otherwise what the transport between
     processes took: ``tcp``, or ``direct``, which is shared memory, CUDA IPC or RDMA."""
+    handshake: int = 0
+    """As in KvHello."""
 
 
 class WriteKey(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ from antiphon.kv_transfer.leases import Writer
 from antiphon.kv_transfer.slot_allotment import SlotAllotment
 from antiphon.kv_transfer.transport import Memory
 from antiphon.protocol.identity import Role
-from antiphon.protocol.kv_messages import KvHello, KvProbe, KvRefused, KvWelcome, RankMemory
+from antiphon.protocol.kv_messages import KvHello, KvProbe, KvProbeResult, KvRefused, KvWelcome, RankMemory
 from antiphon.protocol.link import Peer
 
 Change = Callable[[RankMemory], RankMemory]
@@ -98,7 +98,8 @@ class Greeted:
         monkeypatch.setattr(
             greeter_module, "check_peer", lambda fingerprint, hello: Mock(agent_names=frozenset())
         )
-        rank, self.node, self.thread, self.counters = Mock(), Mock(), Mock(), Counter[str]()
+        self.node, self.thread, self.counters = Mock(), Mock(), Counter[str]()
+        self.rank = rank = Mock()
         rank.clear_probe.side_effect = lambda: self.ended(None)
         rank.check_probe.side_effect = lambda life: self.ended(0)
         rank.memory = Mock(spec=RankMemory)
@@ -106,14 +107,21 @@ class Greeted:
         self.greeter = greeter_module.PrefillGreeter(
             *(Mock(), [rank], {}, SlotAllotment(0, 0), self.node, self.thread, self.counters),
             probe_timeout_s=10.0,
+            refuse_tcp=True,
         )
         self.peers = [Peer(Role.PREFILL, f"prefill-{i}", 10 + i) for i in range(2)]
         self.greeter.on_living({Writer(peer.worker_id, peer.epoch) for peer in self.peers})
         for peer in self.peers:
             self.hello(peer)
 
-    def hello(self, peer: Peer) -> None:
-        self.greeter.on_hello(peer, KvHello(peer.worker_id, peer.epoch, Mock(), 1, ()))
+    def hello(self, peer: Peer, handshake: int = 1) -> None:
+        self.greeter.on_hello(peer, KvHello(peer.worker_id, peer.epoch, Mock(), 1, (), handshake=handshake))
+
+    def probe(self, peer: Peer, handshake: int = 1) -> None:
+        self.greeter.on_probe(peer, KvProbe(peer.epoch, self.node.me.epoch, handshake=handshake))
+
+    def refuse(self, peer: Peer, handshake: int = 1) -> None:
+        self.greeter.on_refused(peer, KvRefused(["no such", "memory"], handshake))
 
     def ended(self, result: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -131,13 +139,13 @@ def test_a_refused_probe_makes_room_for_the_next_at_once(monkeypatch: pytest.Mon
     scene = Greeted(monkeypatch)
     first, second = scene.peers
     assert scene.welcomed() == [first]
-    scene.greeter.on_refused(first, KvRefused(["no such", "memory"]))
+    scene.refuse(first)
     assert scene.welcomed() == [first, second]
     assert scene.greeter.detail() == "prefill-0: refused: no such; memory"
-    scene.hello(first)  # later
-    scene.greeter.on_probe(second, KvProbe(second.epoch, scene.node.me.epoch))
+    scene.hello(first, 2)  # later
+    scene.probe(second)
     assert scene.welcomed() == [first, second, first]
-    scene.greeter.on_probe(first, KvProbe(first.epoch, scene.node.me.epoch))
+    scene.probe(first, 2)
     assert scene.greeter.ready() == (first, second)
     assert scene.greeter.detail() == ""
 
@@ -145,7 +153,43 @@ def test_a_refused_probe_makes_room_for_the_next_at_once(monkeypatch: pytest.Mon
 def test_a_refusal_ends_nobody_elses_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Greeted(monkeypatch)
     first, second = scene.peers
-    scene.greeter.on_refused(second, KvRefused(["late"]))
+    scene.refuse(second)
     assert scene.counters["stale_messages"] == 1
     assert scene.welcomed() == [first]
     assert scene.greeter.detail() == "prefill-1: waits for its probe"
+
+
+@pytest.mark.parametrize("late", [Greeted.refuse, Greeted.probe])
+@pytest.mark.parametrize("newer", ["waiting", "probed", "ready"])
+def test_what_is_said_of_an_earlier_handshake_ends_no_later_one(
+    newer: str, late: Callable[[Greeted, Peer], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Greeted(monkeypatch)
+    first, second = scene.peers
+    scene.hello(first, 2)
+    if newer != "waiting":  # for the probe of the other
+        scene.probe(second)
+    if newer == "ready":
+        scene.probe(first, 2)
+
+    def seen() -> object:
+        counters = {name: count for name, count in scene.counters.items() if name != "stale_messages"}
+        return scene.greeter.ready(), scene.greeter.detail(), scene.welcomed(), counters
+
+    before = seen()
+    late(scene, first)
+    assert seen() == before
+    assert scene.counters["stale_messages"] == 1
+    told = [
+        (to, said.handshake) for to, said in scene.sent() if isinstance(said, KvProbeResult) and not said.ok
+    ]
+    assert told == ([(first, 1)] if late is Greeted.probe else [])
+    if newer == "waiting":
+        scene.probe(second)
+    if newer != "ready":
+        scene.probe(first, 2)
+    arrived = [
+        (to, said.handshake) for to, said in scene.sent() if isinstance(said, KvProbeResult) and said.ok
+    ]
+    assert arrived == [(second, 1), (first, 2)]
+    assert scene.greeter.ready() == (first, second)

@@ -206,7 +206,7 @@ def test_a_decode_worker_that_is_gone_is_not_connected_by_the_welcome_it_left(
     rank, counters, peer = Mock(), Counter[str](), Peer(Role.DECODE, "decode-0", 5)
     rank.connect.side_effect = lambda *them, **how: Future()
     peers = peers_module.DecodePeers(Mock(), [rank], Mock(), Mock(), counters, lambda: None)
-    welcome = KvWelcome("decode-0", 5, Mock(), 1, (), {})
+    welcome = KvWelcome("decode-0", 5, Mock(), 1, (), {}, handshake=1)
     peers.on_up(peer)
     peers.on_welcome(peer, welcome)
     peers.forget(peer)
@@ -227,14 +227,18 @@ def test_what_was_severed_is_severed_again_where_no_connection_followed(
     thread.when_done.side_effect = lambda future, act: act(future)
     peers = peers_module.DecodePeers(Mock(), [rank], node, thread, Counter(), lambda: None)
 
-    def greeted_as_broken() -> bool:
-        hello = node.send.call_args.args[1]
-        assert isinstance(hello, KvHello)
-        return hello.broken
+    def hello() -> KvHello:
+        said = [call.args[1] for call in node.send.call_args_list]
+        return next(message for message in reversed(said) if isinstance(message, KvHello))
 
     def welcome(severed: bool, connected: Future[Any]) -> None:
         rank.connect.side_effect = lambda *them, **how: connected
-        peers.on_welcome(peer, KvWelcome("decode-0", 5, Mock(), 1, (), {}, severed=severed))
+        kv = Mock(), 1, (), {}
+        told = KvWelcome("decode-0", 5, *kv, severed=severed, handshake=hello().handshake)
+        peers.on_welcome(peer, told)
+
+    def arrived() -> None:
+        peers.on_probe_result(peer, KvProbeResult(5, True, "", handshake=hello().handshake))
 
     def greet_again() -> None:
         _, act, candidate = thread.later.call_args.args
@@ -244,18 +248,20 @@ def test_what_was_severed_is_severed_again_where_no_connection_followed(
     mapped.set_result(True)
     peers.on_up(peer)
     welcome(False, mapped)
-    peers.on_probe_result(peer, KvProbeResult(5, True, ""))
+    arrived()
     assert peers.ready() == (peer,)
     peers.distrust(peer, "a write failed")
     greet_again()
-    assert greeted_as_broken()
+    assert hello().broken
     welcome(True, failed(TransferError("handshake", "no connection")))
     greet_again()
-    assert greeted_as_broken()
+    assert hello().broken
     welcome(True, mapped)
     assert rank.connect.call_args.kwargs == {"severed": True}
-    peers.on_probe_result(peer, KvProbeResult(5, True, ""))
+    arrived()
     assert peers.ready() == (peer,)
+    peers.on_lost(peer)
+    peers.on_up(peer)
     welcome(True, failed(TransferError("handshake", "no connection")))
     greet_again()
-    assert not greeted_as_broken(), "nothing broke since"
+    assert not hello().broken, "nothing broke since"
