@@ -2,6 +2,7 @@
 
 Only workers that the supervisor's topology names are welcomed, so that "gone from the topology" always means
 that somebody who was vouched for has died. The probe pages are one per group, so probes go one at a time.
+Whoever is refused is not ready, though it was before, until a later probe of it arrives intact.
 """
 
 from __future__ import annotations
@@ -247,10 +248,12 @@ class PrefillGreeter:
         self._node.send(peer, KvProbeResult(self._node.me.epoch, False, reason, path, handshake))
 
     def _refuse(self, peer: Peer, reason: str) -> None:
-        """Its last handshake led nowhere; the next may be probed."""
+        """Its last handshake led nowhere, whatever an earlier one led to; the next may be probed."""
         self._counters["handshakes_failed"] += 1
         _log.warning("handshake with %s: refused: %s", peer, reason)
         self._refused[peer] = reason
+        self._ready.discard(peer)
+        self._paths.pop(peer, None)
         if self._probe is not None and self._probe.peer == peer:
             self._end_probe()
         self._next_probe()

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 from router_stand_in import wait_until
 
+from antiphon.kv_transfer.futures import done
 from antiphon.kv_transfer.in_process import InProcessNetwork
 from antiphon.prefill_worker import peers as peers_module
 from antiphon.protocol.errors import TransferError
@@ -18,6 +19,7 @@ from antiphon.protocol.identity import Role
 from antiphon.protocol.kv_messages import KvHello, KvProbe, KvProbeResult, KvRefused, KvWelcome
 from antiphon.protocol.link import Peer
 
+Start = Callable[..., tuple[Any, Any]]
 DECODE = Peer(Role.DECODE, "decode-0", 5)
 STEPS = ["connecting", "writing", "timed"]
 LATE = TransferError("write", "long after")
@@ -267,3 +269,31 @@ def test_a_pair_outlives_a_probe_write_that_fails_late(
     for status in pair.statuses():
         assert (status.detail, status.counters["handshakes_failed"]) == ("", 1)
         assert (status.counters["handshakes_ok"], status.counters.get("stale_messages", 0)) == (1, 0)
+
+
+def test_a_pair_that_is_refused_is_not_ready_until_a_probe_arrives_again(started: Start) -> None:
+    pair, router = started(InProcessNetwork().transport)
+    me, rank = Peer(Role.PREFILL, "prefill-0", pair.prefill_address.epoch), pair.prefill._kv.ranks[0]
+
+    def paired() -> bool:
+        return bool(router.loads[me].kv_peers)
+
+    wait_until(lambda: me in router.loads and paired(), what="that routers pair them")
+    (decode,) = pair.prefill._peers.ready()
+    write, rank.write_probe = rank.write_probe, lambda life, pages: done()  # which arrives nowhere
+    pair.prefill._thread.call(pair.prefill._peers.distrust, decode, "a write failed")
+    wait_until(lambda: "refused" in pair.decode.status().detail, what="the refusal")
+    status = pair.decode.status()
+    assert (status.ready, status.kv_peers, status.kv_paths) == (False, (), {})
+    assert (
+        "prefill-0: refused: handshake: the full probe page of rank 0 is not as it was sent" in status.detail
+    )
+    wait_until(lambda: not paired(), what="that routers pair them no more")
+    rank.write_probe = write
+    pair.wait_ready()
+    assert pair.decode.status().detail == ""
+    wait_until(paired, what="that routers pair them again")
+    name = router.generate(router.random_prompt(40))
+    router.wait(name)
+    assert router.requests[name].tokens == router.requests[name].expected()
+    pair.wait_idle()

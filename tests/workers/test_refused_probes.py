@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,10 +15,12 @@ from mapped_network import MappedNetwork
 from router_stand_in import wait_until
 
 from antiphon.decode_worker import greeter as greeter_module
+from antiphon.kv_transfer.futures import failed
 from antiphon.kv_transfer.in_process import InProcessNetwork
 from antiphon.kv_transfer.leases import Writer
 from antiphon.kv_transfer.slot_allotment import SlotAllotment
 from antiphon.kv_transfer.transport import Memory
+from antiphon.protocol.errors import HandshakeError, TransferError
 from antiphon.protocol.identity import Role
 from antiphon.protocol.kv_messages import KvHello, KvProbe, KvProbeResult, KvRefused, KvWelcome, RankMemory
 from antiphon.protocol.link import Peer
@@ -157,6 +160,77 @@ def test_a_refusal_ends_nobody_elses_probe(monkeypatch: pytest.MonkeyPatch) -> N
     assert scene.counters["stale_messages"] == 1
     assert scene.welcomed() == [first]
     assert scene.greeter.detail() == "prefill-1: waits for its probe"
+
+
+def refused_at_its_hello(scene: Greeted, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differ(fingerprint: object, hello: object) -> None:
+        raise HandshakeError("model: 'a' here, 'b' at the peer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(greeter_module, "check_peer", differ)
+        scene.hello(peer, 2)
+    assert scene.sent()[-1] == (peer, KvRefused(["model: 'a' here, 'b' at the peer"], 2))
+
+
+def refused_by_the_peer(scene: Greeted, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.hello(peer, 2)
+    scene.refuse(peer, 2)
+
+
+def not_probed_in_time(scene: Greeted, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.hello(peer, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(greeter_module, "time", Mock(monotonic=lambda: time.monotonic() + 10.1))
+        scene.greeter.tick()
+
+
+def probed_in_vain(scene: Greeted, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.hello(peer, 2)
+    with monkeypatch.context() as patch:
+        error = TransferError("handshake", "the probe page is not as it was sent")
+        patch.setattr(scene.rank.check_probe, "side_effect", lambda life: failed(error))
+        scene.probe(peer, 2)
+
+
+def probed_over_tcp(scene: Greeted, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.hello(peer, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.rank.check_probe, "side_effect", lambda life: scene.ended(4096))
+        scene.greeter.on_probe(peer, KvProbe(peer.epoch, scene.node.me.epoch, 4096, 0.1, handshake=2))
+
+
+@pytest.mark.parametrize(
+    ("refuse", "reason"),
+    [
+        (refused_at_its_hello, "model: 'a' here, 'b' at the peer"),
+        (refused_by_the_peer, "no such; memory"),
+        (not_probed_in_time, "its probe did not come"),
+        (probed_in_vain, "not as it was sent"),
+        (probed_over_tcp, "transfer.refuse_tcp is set"),
+    ],
+)
+def test_who_was_ready_and_is_refused_is_ready_again_after_the_next_handshake(
+    refuse: Callable[..., None], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Greeted(monkeypatch)
+    first, second = scene.peers
+    scene.probe(first)
+    scene.probe(second)
+    assert scene.greeter.ready() == (first, second)
+    refuse(scene, first, monkeypatch)
+    assert scene.greeter.ready() == (second,)
+    assert scene.greeter.paths().keys() == {"prefill-1"}
+    assert scene.greeter.detail().startswith("prefill-0: refused: ")
+    assert reason in scene.greeter.detail()
+    assert scene.counters["handshakes_failed"] == 1
+    scene.hello(second, 2)
+    scene.hello(first, 3)
+    assert scene.welcomed()[-1] == second, "nobody's probe is waited for"
+    scene.probe(second, 2)
+    scene.probe(first, 3)
+    assert scene.greeter.ready() == (first, second)
+    assert scene.greeter.paths().keys() == {"prefill-0", "prefill-1"}
+    assert scene.greeter.detail() == ""
 
 
 @pytest.mark.parametrize("late", [Greeted.refuse, Greeted.probe])
