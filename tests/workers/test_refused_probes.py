@@ -169,7 +169,7 @@ def refused_at_its_hello(scene: Greeted, peer: Peer, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(greeter_module, "check_peer", differ)
         scene.hello(peer, 2)
-    assert scene.sent()[-1] == (peer, KvRefused(["model: 'a' here, 'b' at the peer"], 2))
+    assert (peer, KvRefused(["model: 'a' here, 'b' at the peer"], 2)) in scene.sent()
 
 
 def refused_by_the_peer(scene: Greeted, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,3 +267,35 @@ def test_what_is_said_of_an_earlier_handshake_ends_no_later_one(
     ]
     assert arrived == [(second, 1), (first, 2)]
     assert scene.greeter.ready() == (first, second)
+
+
+def test_a_refused_hello_ends_the_probe_and_the_turn_of_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Greeted(monkeypatch)
+    first, second = scene.peers
+    refused_at_its_hello(scene, second, monkeypatch)
+    assert scene.greeter.detail().startswith("prefill-1: refused: "), "and waits for no probe"
+    scene.hello(second, 3)
+    scene.probe(first, 1)
+    scene.hello(first, 2)
+    scene.probe(second, 3)
+    assert scene.welcomed() == [first, second, first]
+    scene.hello(second, 4)
+    refused_at_its_hello(scene, first, monkeypatch)
+    assert scene.welcomed() == [first, second, first, second]
+
+
+def test_a_writer_that_is_dropped_before_its_welcome_is_none_to_stumble_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A topology comes before the end of the link that it ends."""
+    scene = Greeted(monkeypatch)
+    first, second = scene.peers
+    cleared: Future[None] = Future()
+    scene.thread.when_done.side_effect = lambda future, act: future.add_done_callback(act)
+    scene.rank.clear_probe.side_effect = lambda: cleared
+    scene.probe(first)
+    scene.greeter.on_living({Writer(first.worker_id, first.epoch)})
+    cleared.set_result(None)
+    assert scene.welcomed() == [first, second]
+    scene.greeter.on_lost(second)
+    assert [call.args[0] for call in scene.rank.expect.call_args_list] == [1, -1, 1, -1]
