@@ -59,7 +59,7 @@ check: $(STAMP) ## Lint, format, strict types and the layering of the folders
 # One process runs the tests that start services, which mostly wait; the others compute beside it.
 test: $(CLIENTS_STAMP) ## Every test that needs no GPU (PYTEST_ARGS= is passed on, TEST_JOBS=0 takes no processes)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
-	  $(PY) -m pytest -m 'not gpu' --numprocesses $(TEST_JOBS) --dist loadgroup $(PYTEST_ARGS)
+	  $(PY) -m pytest -m 'not gpu' --numprocesses $(TEST_JOBS) $(PYTEST_ARGS)
 
 # PY=python3 uses an interpreter that already has a CUDA build of torch, as on a GPU image.
 test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## The tests that need an H200 (PY= picks the interpreter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,17 +22,19 @@ if find_spec("hypothesis") is not None:
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")
 
-SERVICES = {"chaos", "clients", "cluster", "e2e", "engine"}
-SERVICES |= {"kv_transfer", "protocol", "router", "telemetry", "workers"}
-"""Folders whose tests run services or watch the clock. One process has them, and all that deploys."""
+SERVICES = {"chaos", "clients", "cluster", "e2e", "engine", "kv_transfer", "protocol", "router"}
+SERVICES |= {"telemetry", "workers", "test_chart_end_to_end.py"}
+"""Folders, and a file, whose tests run services or watch the clock."""
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep together what pytest-xdist may not deal out: the tests of a file, and all of SERVICES."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        inside = item.path.relative_to(Path(__file__).parent)
-        starts = inside.parts[0] in SERVICES or item.get_closest_marker("e2e") is not None
-        together = "services" if starts else str(inside)
-        item.add_marker(pytest.mark.xdist_group(together))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal tests out to processes by file, but all of SERVICES to one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if SERVICES.isdisjoint(file.split("/")) else "services"
+
+    return ByFile(config, log)
