@@ -15,6 +15,7 @@ from antiphon.cluster.autoscaler import Autoscaler
 from antiphon.cluster.control import ControlServer
 from antiphon.cluster.operations import Operations
 from antiphon.cluster.process_plan import ProcessSpec, plan_processes
+from antiphon.cluster.ray_address import await_head
 from antiphon.cluster.ray_cluster import Interrupted, RayCluster
 from antiphon.cluster.resolution import ResolvedDeployment
 from antiphon.cluster.supervisor import Supervisor
@@ -83,13 +84,18 @@ async def deploy(
     ``stop`` cuts the start short: what is yielded then may lack processes.
 
     Raises:
-        ConfigError: the configuration cannot be placed.
+        ConfigError: the configuration cannot be placed, or no Ray is where it says.
+        Interrupted: ``stop`` came before Ray was there.
         StartFailed: a process could not start; the message names it and the reason.
     """
     config = resolved.config
     specs = plan_processes(config)
     check_port_is_free(config)
     check_gpus_are_here(config, specs)
+    stop = stop or asyncio.Event()
+    await _unless_stopped(stop, await_head(config.ray.address))
+    if stop.is_set():
+        raise Interrupted("stopped by a signal while Ray was waited for")
     with RayCluster(resolved, specs) as cluster:
         supervisor = Supervisor(
             specs, cluster, lease_s=config.transfer.lease_s, heartbeat_s=config.transfer.heartbeat_s
@@ -99,7 +105,7 @@ async def deploy(
         )
         try:
             with supervisor_pages(config, metrics) as metrics_url:
-                await _unless_stopped(stop or asyncio.Event(), supervisor.start())
+                await _unless_stopped(stop, supervisor.start())
                 yield Deployment(supervisor, metrics_url, cluster)
         finally:
             await supervisor.stop(config.router.drain_timeout_s)

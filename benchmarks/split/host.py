@@ -25,7 +25,8 @@ READY_WITHIN_S = 900.0
 """Longest start: processes, weights, kernels and graphs."""
 STOP_WITHIN_S = 60.0
 POLL_S = 0.2
-FIRST_PORT = 10_000
+FIRST_PORT = 20_000
+"""A node of Ray takes the ports of its workers from those below, and does not start on one of them."""
 ANY_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """Whoever takes any port is given one of these."""
 SAID_BYTES = 4000

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -284,6 +285,11 @@ def running_ray(private_home: Path) -> Iterator[str]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    while head.poll() is None:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            break
+        time.sleep(0.2)
+    assert head.returncode is None, f"Ray ended: {head.returncode}"
     yield f"127.0.0.1:{port}"
     family = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
     head.terminate()
