@@ -32,6 +32,9 @@ class PageBlock(Protocol):
 class KvStaging:
     """Slots of one rank beside its pages; implements ``kv_transfer.staging.StagingMemory``.
 
+    On a GPU copies wait for no other stream: whoever asks for one has seen that what it reads is there, and
+    that nothing issued before still touches what it writes.
+
     Args:
         slots, slot_bytes: how many of which size; a multiple of 16.
 

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-SLOT_BYTES = 128 * 2**20
+SLOT_BYTES, OFFSET = 128 * 2**20, 4096
 
 
 def make(pages: int, *, full_fp8: bool = False) -> tuple[PagedKvCache, KvStaging]:
@@ -35,7 +35,10 @@ def make(pages: int, *, full_fp8: bool = False) -> tuple[PagedKvCache, KvStaging
     return cache, KvStaging(cache, 1, SLOT_BYTES)
 
 
-def finish(done: Callable[[], bool]) -> None:
+def run(copy: Callable[[int, list[Block]], Callable[[], bool]], blocks: list[Block]) -> None:
+    """From begin to end, once all that was issued before is done: a copy's stream waits for no other."""
+    torch.cuda.synchronize()
+    done = copy(OFFSET, blocks)
     torch.cuda.synchronize()
     assert done()
 
@@ -59,20 +62,20 @@ def test_what_is_gathered_and_spread_is_what_torch_copies(
     blocks = [Block("full", tuple(order), layers, heads), Block("sliding", tuple(order[:3]), layers, heads)]
     memory = staging._memory
     memory.fill_(0xAB)
-    finish(staging.gather(4096, blocks))
+    run(staging.gather, blocks)
     mine = memory.clone()
     memory.fill_(0xAB)
-    staging._copy(4096, blocks, gather=True)
+    staging._copy(OFFSET, blocks, gather=True)
     torch.cuda.synchronize()
     assert torch.equal(memory, mine)
 
     before = {group: cache.memory(group).clone() for group in ("full", "sliding")}
     memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8, device="cuda"))
-    finish(staging.scatter(4096, blocks))
+    run(staging.scatter, blocks)
     spread = {group: cache.memory(group).clone() for group in before}
     for group, pages in before.items():
         cache.memory(group).copy_(pages)
-    staging._copy(4096, blocks, gather=False)
+    staging._copy(OFFSET, blocks, gather=False)
     torch.cuda.synchronize()
     for group, pages in spread.items():
         assert torch.equal(cache.memory(group).view(torch.uint8), pages.view(torch.uint8))
