@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -87,62 +89,55 @@ def test_a_copy_waits_for_its_event_and_one_without_does_not() -> None:
     assert memory[1].eq(7).all()
 
 
-class Writer:
-    """A process that owns memory, and one that writes into it."""
+@contextmanager
+def writing(devices: int, *, sees_all: bool) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
+    """A process that owns memory, and one that has written into it; neither outlives the block."""
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} CUDA devices")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:devices]
+    mine, theirs = (visible, visible) if sees_all else (visible[:1], visible[-1:])
+    with ExitStack() as started:
+        owner = _start(started, theirs, "own", str(len(theirs) - 1))
+        assert owner.stdout is not None
+        writer = _start(started, mine, "write", *owner.stdout.readline().split())
+        assert writer.stdout is not None
+        said = writer.stdout.readline()
+        assert said == "written\n", said + writer.communicate(timeout=60)[0]
+        yield owner, writer
 
-    def __init__(self, devices: int, *, sees_all: bool) -> None:
-        if torch.cuda.device_count() < devices:
-            pytest.skip(f"needs {devices} CUDA devices")
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:devices]
-        mine, theirs = (visible, visible) if sees_all else (visible[:1], visible[-1:])
-        self.owner = self._start(theirs, "own", str(len(theirs) - 1))
-        assert self.owner.stdout is not None
-        self.writer = self._start(mine, "write", *self.owner.stdout.readline().split())
-        assert self.writer.stdout is not None
-        said = self.writer.stdout.readline()
-        assert said == "written\n", said + self.writer.communicate(timeout=60)[0]
 
-    @staticmethod
-    def _start(visible: list[str], *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, str(SCRIPT), *arguments],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def close(self) -> None:
-        for process in (self.owner, self.writer):
-            process.kill()
-            process.wait()
+def _start(started: ExitStack, visible: list[str], *arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *arguments],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    started.callback(process.communicate)  # closes its pipes too, whoever killed it
+    started.callback(process.kill)
+    return process
 
 
 @pytest.mark.parametrize("devices", [1, 2], ids=["one GPU", "two GPUs"])
 @pytest.mark.parametrize("sees_all", [True, False], ids=["both seen", "its own seen"])
 def test_what_another_process_exported_is_written(devices: int, sees_all: bool) -> None:
-    both = Writer(devices, sees_all=sees_all)
-    try:
-        said, _ = both.writer.communicate("again\n", timeout=120)
+    with writing(devices, sees_all=sees_all) as (owner, writer):
+        said, _ = writer.communicate("again\n", timeout=120)
         assert "written again and closed" in said, said
-        said, _ = both.owner.communicate("compare\n", timeout=120)
+        said, _ = owner.communicate("compare\n", timeout=120)
         assert "as it was written, and nothing else" in said, said
-    finally:
-        both.close()
 
 
 @pytest.mark.parametrize("devices", [1, 2], ids=["one GPU", "two GPUs"])
 def test_a_writer_outlives_the_owner_of_what_it_writes(devices: int) -> None:
     """A killed process' memory stays until it is closed here: copies into it go on, and hurt nobody."""
-    both = Writer(devices, sees_all=False)
-    try:
-        both.owner.kill()
-        both.owner.wait()
-        said, _ = both.writer.communicate("again\n", timeout=120)
+    with writing(devices, sees_all=False) as (owner, writer):
+        owner.kill()
+        owner.wait()
+        said, _ = writer.communicate("again\n", timeout=120)
         assert "written again and closed" in said, said
-    finally:
-        both.close()
 
 
 def test_memory_of_expandable_segments_is_not_exported() -> None:
