@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,25 +117,35 @@ def plan_runs(
         beginning of each side's memory of this group; N may be 0. Over all source ranks, every byte of
         ``layers`` of each destination page is written exactly once.
     """
-    mine, theirs = layout.heads(source), layout.heads(destination)
-    shared = [
-        head
-        for head in theirs
-        if head in mine and layout.sender(head, source.tensor_parallel, destination.rank) == source.rank
-    ]
+    shared = _shared_heads(layout, source, destination)
     if not shared or not pages or not layers:
         return np.empty((0, 3), dtype=np.int64)
-    pairs = np.array(sorted(pages), dtype=np.int64)
-    layer = np.arange(layers.start, layers.stop, dtype=np.int64)
+    mine, theirs = layout.heads(source), layout.heads(destination)
+    pairs = np.fromiter(chain.from_iterable(sorted(pages)), np.int64, 2 * len(pages)).reshape(-1, 2)
+    # Where either side has heads between those of two layers, no run goes on in the next one.
+    joined = len(layers) if len(shared) == len(mine) == len(theirs) else 1
+    layer = np.arange(layers.start, layers.stop, joined, dtype=np.int64)
     runs = np.empty((len(pairs), len(layer), 3), dtype=np.int64)
     for column, heads, page_bytes in (
         (0, mine, layout.page_bytes(source)),
         (1, theirs, layout.page_bytes(destination)),
     ):
-        in_page = layer * len(heads) * layout.head_bytes + (shared[0] - heads.start) * layout.head_bytes
+        in_page = (layer * len(heads) + (shared[0] - heads.start)) * layout.head_bytes
         runs[:, :, column] = pairs[:, column, None] * page_bytes + in_page
-    runs[:, :, 2] = len(shared) * layout.head_bytes
-    return merge_runs(runs.reshape(-1, 3))
+    runs[:, :, 2] = joined * len(shared) * layout.head_bytes
+    flat = runs.reshape(-1, 3)
+    return merge_runs(flat) if joined == layout.layers else flat
+
+
+@lru_cache(maxsize=256)
+def _shared_heads(layout: GroupLayout, source: Shard, destination: Shard) -> tuple[int, ...]:
+    """Heads that one rank sends to another, in order."""
+    mine = layout.heads(source)
+    return tuple(
+        head
+        for head in layout.heads(destination)
+        if head in mine and layout.sender(head, source.tensor_parallel, destination.rank) == source.rank
+    )
 
 
 def merge_runs(runs: NDArray[np.int64]) -> NDArray[np.int64]:

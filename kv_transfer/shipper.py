@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import cache
 
 from antiphon.kv_transfer.checksum import crc32_of
 from antiphon.kv_transfer.handshake import PeerKv, RankPages
@@ -52,18 +53,22 @@ class Shipper:
     ) -> Future[Shipped]:
         """Carry out this rank's part.
 
-        Writes are posted once the source is ready, or as soon as there is an event for the GPU to wait for,
-        which ``source_event`` says of a peer whose pages are mapped.
+        Writes are planned on the transfer thread, before their source is ready, and posted once it is, or as
+        soon as there is an event for the GPU to wait for, which ``source_event`` says of a peer whose pages
+        are mapped.
 
         With one destination rank that is rank 0 the notification travels with the write. Otherwise it is sent
         to rank 0 once all of them are done; with nothing to write it is sent at once.
         """
-        parts = [(rank, copies) for rank in peer.ranks if (copies := self._copies(order, rank))]
         lead = peer.ranks[0].agent_name
         shipped: Future[Shipped] = Future()
 
+        @cache
+        def plan() -> list[tuple[RankPages, list[Copies]]]:
+            return [(rank, copies) for rank in peer.ranks if (copies := self._copies(order, rank))]
+
         def post() -> None:
-            after = source_event()
+            after, parts = source_event(), plan()
             try:
                 notification = self._notification(order, parts[0][1] if len(parts) == 1 else [])
             except TransferError as error:
@@ -98,6 +103,7 @@ class Shipper:
             self._write_all(parts, notify, after)
 
         def may_begin() -> bool:
+            plan()
             return source_event() is not None or source_ready()
 
         self._transfer.when(may_begin, post, shipped.set_exception)

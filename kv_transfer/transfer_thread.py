@@ -140,7 +140,8 @@ class TransferThread:
     ) -> None:
         """Post a write; a refused one is tried once more. ``on_done`` is called exactly once.
 
-        ``after`` is as in ``Transport.post_write``; the write is timed from there.
+        From this thread, it is posted before anything that was asked for earlier. ``after`` is as in
+        ``Transport.post_write``; the write is timed from there.
         """
 
         def post(transport: Transport) -> None:
@@ -160,7 +161,8 @@ class TransferThread:
             self._in_flight.append(_InFlight(peer, write, start, on_done, after))
             self._stirred_at = time.monotonic()
 
-        self._enqueue(_Command(post, lambda error: on_done(WriteOutcome(error, 0.0, Fate.NOT_SENT))))
+        command = _Command(post, lambda error: on_done(WriteOutcome(error, 0.0, Fate.NOT_SENT)))
+        self._enqueue(command, first=threading.current_thread() is self._thread)
 
     def when(
         self, ready: Callable[[], bool], act: Callable[[], None], abandon: Callable[[TransferError], None]
@@ -221,10 +223,12 @@ class TransferThread:
 
     # --------------------------------------------------------------------------------------- on the thread
 
-    def _enqueue(self, command: _Command) -> None:
+    def _enqueue(self, command: _Command, *, first: bool = False) -> None:
         with self._lock:
             over = self._over
-            if over is None:
+            if over is None and first:
+                self._commands.appendleft(command)
+            elif over is None:
                 self._commands.append(command)
         if over is not None:
             command.abandon(over)
