@@ -7,10 +7,8 @@ figure, so that nothing is compiled, connected or captured meanwhile. ``--ways``
     replayed    decode steps, and chunks of prompts, as graphs that all ranks replay
     launched    both issued launch by launch
 
-Figures are kept as they come, those of a default that a worker of several GPUs has (steps replayed, chunks
-launched) without ``choices``. What has no time left is left out and said; ends with 1 then. Expected on two
-H200s, not measured: 60 s for gpt-oss-20b and 90 s for gpt-oss-120b with experts dealt out whole, a third of
-it to start.
+Figures are kept as they come, those of the default, ``replayed``, without ``choices``. What has no time left is
+left out and said; ends with 1 then. With experts dealt out whole, two H200s took 50 s for either model.
 
     python -m antiphon.benchmarks.rank_engine --model gpt-oss-20b --layout "TP2 EP2" --out FILE
 """
@@ -88,7 +86,7 @@ class Steps:
 
 
 def not_by_default(record: Record, way: str) -> Record:
-    """The same figure, of a way that workers over ranks take only where they are told to."""
+    """The same figure, of a way that workers take only where they are told to."""
     return replace(record, extra=record.extra | {"choices": way})
 
 
@@ -98,7 +96,7 @@ def prompt(bench: RankBench, options: argparse.Namespace, way: str, tokens: int)
         *(replace(bench, replays_chunks=way == REPLAYED), tokens, options.chunk, options.repeats),
         enough_s=options.enough_s,
     )
-    return record if way == LAUNCHED else not_by_default(record, way)
+    return record if way == REPLAYED else not_by_default(record, way)
 
 
 def figures(bench: RankBench, options: argparse.Namespace) -> Iterator[Figure]:

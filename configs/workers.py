@@ -63,8 +63,8 @@ class WorkerConfig(Section):
     """On a GPU: the sizes, in tokens, to which chunks of prompts are padded and for
     which they are captured as CUDA graphs when the worker starts; ``standard`` are 64 and more in growing
     steps up to 2,048, and ``chunk_tokens`` where it is at most 8,192. Longer chunks, and steps of several
-    prompts, are issued launch by launch; so is every chunk when this is empty. Absent: ``standard`` for a
-    worker of one GPU, empty otherwise."""
+    prompts, are issued launch by launch; so is every chunk when this is empty. Absent: ``standard``
+    on a GPU."""
     max_batch_size: int = pydantic.Field(32, ge=1)
     """Sequences decoded together."""
     max_queued_requests: int = pydantic.Field(256, ge=1)
@@ -129,7 +129,7 @@ class WorkerConfig(Section):
         """Padded sizes of captured chunks, ascending."""
         sizes = self.chunk_graph_tokens
         if sizes is None:
-            sizes = "standard" if self.device == "cuda" and self.tensor_parallel == 1 else ()
+            sizes = "standard" if self.device == "cuda" else ()
         return standard_graphed_chunks(self.chunk_tokens) if sizes == "standard" else sizes
 
     @property

@@ -77,8 +77,8 @@ class RankBench(Bench):
     kv_heads: int
     road: str
     """Which kernels each rank runs."""
-    replays_chunks: bool = False
-    """Chunks of prompts are graphs that all ranks replay; by default workers of several GPUs launch them."""
+    replays_chunks: bool = True
+    """Chunks of prompts are graphs that all ranks replay, where the device has graphs."""
 
     def settings(
         self,

@@ -33,16 +33,16 @@ def test_prompts_and_steps_of_either_way_are_figures_of_their_own(
     }
     even = [each.extra.get("ok") is not False for each in found.values()]
     assert code == (0 if all(even) else 1), "experts of so small a model may be used too unevenly"
-    prompts = {(BENCH_PREFILL, 130, 1, choices) for choices in (None, "replayed")}
+    prompts = {(BENCH_PREFILL, 130, 1, choices) for choices in (None, "launched")}
     steps = {(BENCH_DECODE, None, batch, choices) for batch in (1, 2) for choices in (None, "launched")}
-    assert found.keys() == prompts | steps, "chunks are launched by default, steps replayed"
+    assert found.keys() == prompts | steps, "all is replayed by default"
     for record in found.values():
         assert (record.layout, record.extra["ranks"]) == ("TP2 EP2", "plain torch")
         assert record.floor is not None
         assert 0 < record.floor < record.value
-    replayed = found[BENCH_PREFILL, 130, 1, "replayed"]
+    replayed = found[BENCH_PREFILL, 130, 1, None]
     assert replayed.extra["graphed_chunk_tokens"] == 128
-    assert found[BENCH_PREFILL, 130, 1, None].extra["graphed_chunk_tokens"] == 0
+    assert found[BENCH_PREFILL, 130, 1, "launched"].extra["graphed_chunk_tokens"] == 0
     assert "no time is left" not in capsys.readouterr().out
 
 

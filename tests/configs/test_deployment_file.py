@@ -113,13 +113,13 @@ def test_a_password_in_a_url_is_not_repeated(tmp_path: Path) -> None:
     assert "hunter2" not in str(error.value)
 
 
-def test_chunks_are_captured_by_one_gpu_and_where_sizes_are_named(tmp_path: Path) -> None:
+def test_chunks_are_captured_on_gpus_unless_told_otherwise(tmp_path: Path) -> None:
     def sizes(worker: str) -> tuple[int, ...]:
         text = MODEL + f"prefill: {{{worker}}}\n"
         return load_deployment(write(tmp_path, text)).prefill.graphed_chunk_tokens
 
     assert sizes("device: cpu") == ()
-    assert sizes("device: cuda, tensor_parallel: 2") == ()
+    assert sizes("device: cuda, tensor_parallel: 2") == sizes("device: cuda")
     assert sizes("device: cuda, chunk_graph_tokens: []") == ()
     assert sizes("device: cuda, chunk_tokens: 256") == (64, 128, 192, 256)
     assert sizes("device: cuda, tensor_parallel: 2, chunk_graph_tokens: [64]") == (64,)
