@@ -1,4 +1,12 @@
-"""Experts that ranks hold columns of, on the GPU: their sum over ranks against the plain op in float32."""
+"""Experts that ranks hold columns of, on the GPU: their sum over ranks against the plain op in float32.
+
+How far e4m3 activations are from float32 is the layer's matter, not the kernels'. Both operands lose 2.65 %
+of their norm, wherever a token's scale lies. A synthetic layer's biases are small and its up halves are
+centred on zero: so x's loss reaches gate and up undiminished, which makes 3.8 % of it, and with the hidden
+state's own it is 4.6 %, of whole experts as of columns. Beside biases of unit size, which are not rounded, it
+is 2 %. So chunks are held to the plain op with the same roundings, which is closer, and to 4 % of float32
+where the layer has biases.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +20,7 @@ from antiphon.benchmarks.timing import relative_error
 from antiphon.kernels import reference
 from antiphon.kernels.moe import mixed
 from antiphon.kernels.moe.decode import TOKEN_TILES, LaunchPlan, MoeWorkspace, group, moe_streamed
-from antiphon.kernels.moe.mixed import MixedWorkspace, RowExponents, moe_mixed
+from antiphon.kernels.moe.mixed import NARROW_TILES, MixedWorkspace, RowExponents, moe_mixed
 from antiphon.kernels.moe.streamed import DIM, SPLIT_COLUMNS, StreamedExperts
 from antiphon.kernels.reference import dequantize_mxfp4
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
@@ -33,10 +41,17 @@ RANKS = dict(zip((2, 4, 8), SPLIT_COLUMNS, strict=True))
 
 
 class Layer:
-    """A layer's experts, whole and by ranks."""
+    """A layer's experts, whole and by ranks; with biases of unit size as in ``test_moe_chunks.py``."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit_biases: bool = False) -> None:
         self._parameters = dict(synthesize_parameters(CONFIG, seed=2))
+        if unit_biases:
+            torch.manual_seed(2)
+            for name, tensor in self._parameters.items():
+                if name.endswith(("mlp1_bias", "mlp2_bias")):
+                    tensor.normal_()
+                elif name.endswith("_weight.scales"):
+                    tensor.random_(116, 121)
         self.whole = self._experts(self._parameters.items())
 
     def _experts(self, parameters: Iterable[tuple[str, Tensor]]) -> CheckpointExperts:
@@ -55,9 +70,34 @@ def plain(experts: CheckpointExperts, x: Tensor, ids: Tensor, weights: Tensor) -
     return reference.moe(x.float(), ids, weights.float(), gate_up, biases[0], down, biases[1])
 
 
+def rounded(experts: CheckpointExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """``plain`` with the roundings of a chunk's kernels: x with a scale a token, the hidden state times 8."""
+
+    def e4m3(values: Tensor) -> Tensor:
+        return values.to(torch.float8_e4m3fn).float()
+
+    gate_up, down = dequantize_mxfp4(experts.gate_up), dequantize_mxfp4(experts.down)
+    biases = experts.gate_up_bias.float(), experts.down_bias.float()
+    peak = x.float().abs().amax(-1, keepdim=True)
+    operand = e4m3(x.float() * (448.0 / peak)) * (peak / 448.0)
+    out = torch.zeros(x.shape, device=x.device)
+    for expert in range(EXPERTS):
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        sums = reference.linear(operand[token], gate_up[expert], biases[0][expert])
+        hidden = e4m3(8.0 * reference.swiglu(sums)) / 8.0
+        terms = reference.linear(hidden, down[expert], biases[1][expert])
+        out.index_add_(0, token, weights[token, choice].float()[:, None] * terms)
+    return out
+
+
 @pytest.fixture(scope="module")
 def layer() -> Layer:
     return Layer()
+
+
+@pytest.fixture(scope="module")
+def layer_with_biases() -> Layer:
+    return Layer(unit_biases=True)
 
 
 def routed(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,20 +143,46 @@ def test_decoded_parts_add_up_to_whole_experts(
     assert relative_error(total, plain(layer.whole, *routing)) <= 5e-3
 
 
+def chunk(part: CheckpointExperts, x: Tensor, ids: Tensor, weights: Tensor, tile: int) -> Tensor:
+    """In poisoned buffers."""
+    workspace = MixedWorkspace(x.shape[0], EXPERTS, x.device)
+    for poisoned in (workspace.activations, workspace.hidden):
+        poisoned.fill_(0x7F)
+    workspace.rows.fill_(float("nan"))
+    converted, exponents = streamed_form(part), RowExponents.from_checkpoint(part.gate_up, part.down)
+    return moe_mixed(x, ids, weights, converted, exponents, workspace, tile=tile)
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("tile", mixed.TILES)
 @pytest.mark.parametrize("tokens", [5, 300, 1024])
-def test_a_chunks_parts_add_up_to_whole_experts(layer: Layer, ranks: int, tile: int, tokens: int) -> None:
-    x, ids, weights = routed(tokens)
-    workspace = MixedWorkspace(tokens, EXPERTS, x.device)
+def test_a_chunks_parts_are_rounded_as_whole_experts_are(
+    layer: Layer, ranks: int, tile: int, tokens: int
+) -> None:
+    """Sums that end a little apart round a few hidden values the other way.
+
+    Tensor cores that drop what lies 2^-13 below the largest term would make 5.6e-3 of it where float32 adds
+    up the sums of 32 columns, and 1.4e-2 where all columns stay within them: computed, not measured.
+    """
+    routing = routed(tokens)
     total = torch.zeros(tokens, DIM, device="cuda")
     for rank in range(ranks):
         part = layer.rank(rank, ranks)
-        for poisoned in (workspace.activations, workspace.hidden):
-            poisoned.fill_(0x7F)
-        workspace.rows.fill_(float("nan"))
-        converted, exponents = streamed_form(part), RowExponents.from_checkpoint(part.gate_up, part.down)
-        out = moe_mixed(x, ids, weights, converted, exponents, workspace, tile=tile)
-        assert relative_error(out, plain(part, x, ids, weights)) <= 4e-2
+        out = chunk(part, *routing, tile)
+        assert relative_error(out, rounded(part, *routing)) <= (1e-2 if tile in NARROW_TILES else 2e-2)
         total += out.float()
-    assert relative_error(total, plain(layer.whole, x, ids, weights)) <= 4e-2
+    expected = plain(layer.whole, *routing)
+    assert relative_error(total, expected) <= 1.05 * relative_error(rounded(layer.whole, *routing), expected)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("tile", mixed.TILES)
+def test_a_chunks_parts_add_up_to_whole_experts(layer_with_biases: Layer, ranks: int, tile: int) -> None:
+    routing = routed(300)
+    total = torch.zeros(300, DIM, device="cuda")
+    for rank in range(ranks):
+        part = layer_with_biases.rank(rank, ranks)
+        out = chunk(part, *routing, tile)
+        assert relative_error(out, plain(part, *routing)) <= 4e-2
+        total += out.float()
+    assert relative_error(total, plain(layer_with_biases.whole, *routing)) <= 4e-2
