@@ -7,8 +7,8 @@ figure, so that nothing is compiled, connected or captured meanwhile. ``--ways``
     replayed    decode steps, and chunks of prompts, as graphs that all ranks replay
     launched    both issued launch by launch
 
-Figures are kept as they come, those of the default, ``replayed``, without ``choices``. What has no time left is
-left out and said; ends with 1 then. With experts dealt out whole, two H200s took 50 s for either model.
+Figures are kept as they come, those of the default, ``replayed``, without ``choices``. What has no time left
+is left out and said; ends with 1 then. With experts dealt out whole, two H200s took 50 s for either model.
 
     python -m antiphon.benchmarks.rank_engine --model gpt-oss-20b --layout "TP2 EP2" --out FILE
 """

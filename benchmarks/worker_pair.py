@@ -21,6 +21,9 @@ from antiphon.benchmarks.pair_processes import StandInRouter, running, until
 from antiphon.benchmarks.records import Record, append_records, checkout_commit, now
 from antiphon.benchmarks.split.run import device_name
 
+LANDING_S = 0.015
+"""Before a prompt's first token, the longest time in which its KV comes and its first step runs."""
+
 
 class Prompts:
     """Random token ids, so that no two prompts share a beginning."""
@@ -51,7 +54,11 @@ def first_tokens(router: StandInRouter, prompts: Prompts, tokens: int, repeats: 
 def interference(
     router: StandInRouter, prompts: Prompts, streams: int, tokens: int, every_s: float, seconds: float
 ) -> dict[str, float]:
-    """Milliseconds between tokens of running streams while a prompt arrives every so often."""
+    """Milliseconds between tokens of running streams while a prompt arrives every so often.
+
+    ``itl_p99_streams_alone_ms`` leaves out what overlaps the coming of a prompt's KV, and its answer, which
+    is decoded beside the streams.
+    """
     longest = int(seconds / 0.004)
     running_streams = [router.generate(prompts.of(tokens), longest) for _ in range(streams)]
     until(lambda: all(stream.tokens > 4 for stream in running_streams) or bool(router.trouble), "streams")
@@ -63,17 +70,25 @@ def interference(
     end = time.perf_counter()
     if router.trouble:
         raise RuntimeError("; ".join(router.trouble))
-    gaps = sorted(
-        (later - earlier) * 1e3
+    spans = [
+        (earlier, later)
         for stream in running_streams
         for earlier, later in itertools.pairwise([at for at in stream.times if begin <= at <= end])
-    )
+    ]
+    gaps = sorted((later - earlier) * 1e3 for earlier, later in spans)
     until(lambda: all(stream.times for stream in arrivals) or bool(router.trouble), "the prompts' answers")
+    answers = [(stream.times[0], stream.times[-1]) for stream in arrivals if stream.times]
+    alone = sorted(
+        (later - earlier) * 1e3
+        for earlier, later in spans
+        if not any(earlier < last and later > first - LANDING_S for first, last in answers)
+    )
     waits = [(stream.times[0] - stream.sent) * 1e3 for stream in arrivals if stream.times]
     return {
         "itl_p50_ms": gaps[len(gaps) // 2],
         "itl_p99_ms": gaps[int(len(gaps) * 0.99)],
         "itl_max_ms": gaps[-1],
+        **({"itl_p99_streams_alone_ms": alone[int(len(alone) * 0.99)]} if alone else {}),
         "arrivals_ttft_p50_ms": statistics.median(waits),
         "arrivals": len(arrivals),
         "tokens_per_s": len(gaps) / (end - begin),
