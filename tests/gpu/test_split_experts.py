@@ -137,8 +137,10 @@ def test_decoded_parts_add_up_to_whole_experts(
         converted = streamed_form(part)
         assert converted.columns == RANKS[ranks]
         outs = [decoded(converted, *routing, LaunchPlan(token_tile, overlap)) for overlap in (True, False)]
-        assert torch.equal(*outs)
-        assert relative_error(outs[0], plain(part, *routing)) <= 5e-3
+        errors = [relative_error(out, plain(part, *routing)) for out in outs]
+        assert all(error <= 5e-3 for error in errors), errors
+        apart = (outs[0] != outs[1]).nonzero()
+        assert not len(apart), (rank, len(apart), errors, apart[:8].tolist(), apart[-8:].tolist())
         total += outs[0].float()
     assert relative_error(total, plain(layer.whole, *routing)) <= 5e-3
 
