@@ -3,11 +3,12 @@
 1. ``limit``: a plain copy between the two memories, nothing but bytes.
 2. ``floor``: NIXL alone, one write of descriptors of 4 MiB.
 3. ``value``: the real hand-off from pages to pages, notifications and all, every layer group of every chunk,
-   through the very objects that workers use. ``--way`` is theirs of one host (``mapped``), of several
-   (``staged``), or every run of pages by NIXL (``pages``).
+   through the very objects that workers use, until the receiver has been told of the last. ``--way`` is
+   theirs of one host (``mapped``), of several (``staged``), or every run of pages by NIXL (``pages``).
 
-For prompts that a prefill would compute meanwhile, orders become ready at the pace of that prefill, and what
-is reported is the tail after the last layer and the share of the transfer that lay behind compute.
+Each of them with a sending GPU that has just computed, as after a prefill. For prompts that a prefill would
+compute meanwhile, orders become ready at the pace of that prefill, and what is reported is the tail after the
+last layer and the share of the transfer that lay behind compute.
 
     python -m antiphon.benchmarks.kv_handoff --model gpt-oss-20b --tokens 1024,8192 --device cuda
 """
@@ -30,13 +31,14 @@ from antiphon.kernels.ipc.run_copy import BLOCKS
 DESCRIPTOR_BYTES = 4 * MIB
 
 
-def plain_rate(plan: Plan, total: int) -> float:
+def plain_rate(plan: Plan, sender: Sender, total: int) -> float:
     """Bytes per second of a copy between the two memories in one process."""
     source = torch.ones(total, dtype=torch.uint8, device=plan.device_of(0))
     target = torch.empty(total, dtype=torch.uint8, device=plan.device_of(1))
     seconds = []
     for _ in range(plan.repeats + 1):
         _synchronise(plan)
+        sender.wake_device()
         begin = time.perf_counter()
         target.copy_(source)
         _synchronise(plan)
@@ -56,7 +58,7 @@ def measure(plan: Plan, compute_ms: dict[int, float]) -> list[Record]:
     process.start()
     records = []
     sender = Sender(plan, pipe)
-    limit = plain_rate(plan, raw_bytes(plan))
+    limit = plain_rate(plan, sender, raw_bytes(plan))
     floor = sender.nixl_rate(raw_bytes(plan), DESCRIPTOR_BYTES)
     print(f"plain copy {limit / 1e9:.1f} GB/s, NIXL in 4 MiB {floor / 1e9:.1f} GB/s", flush=True)
     pipe.send([])

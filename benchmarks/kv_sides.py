@@ -35,13 +35,15 @@ from antiphon.kv_transfer.transport import (
 )
 from antiphon.model.config import GptOssConfig, preset
 from antiphon.prefill_worker.orders import source_fence
-from antiphon.protocol.kv_messages import RankMemory
+from antiphon.protocol.codec import decode
+from antiphon.protocol.kv_messages import RankMemory, WriteDone
 from antiphon.protocol.rank_messages import ShipOrder, StepMark
 
 PAGE = 64
 MIB = 2**20
 Way = Literal["mapped", "staged", "pages"]
 """Copies by the sender's GPU into the receiver's pages; slots of either side; every run of pages by NIXL."""
+WAKE_S = 0.03
 SENDER, RECEIVER = PeerLife("prefill", 1), PeerLife("decode", 2)
 
 
@@ -93,16 +95,51 @@ class Outcome:
     tokens: int
     total_bytes: int
     seconds: float
+    """From the order until the receiver has been told that all of it lies in its pages."""
     descriptors: int
     median_descriptor_bytes: int
     tail_ms: float
     """From the moment at which the last layer group was computed."""
 
 
+class Arrivals:
+    """When the receiver was told of each write that lies in its pages."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def note(self, sender: str, payload: bytes) -> None:
+        """A notification came."""
+        at = now()
+        if isinstance(decode(payload), WriteDone):
+            self._times.append(at)
+
+    def take(self, count: int, seconds: float = 30.0) -> float:
+        """When the last of so many came; the next ones are counted anew.
+
+        Raises:
+            RuntimeError: they did not come.
+        """
+        limit = now() + seconds
+        while len(self._times) < count:
+            if now() > limit:
+                raise RuntimeError(f"{len(self._times)} of {count} writes arrived within {seconds:g} s")
+            time.sleep(0.001)
+        last = max(self._times)
+        self._times.clear()
+        return last
+
+
+def now() -> float:
+    """Seconds by a clock that all processes of the host share."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
 def make_endpoint(
-    plan: Plan, side: int, life: PeerLife, fences: StepFences
+    plan: Plan, side: int, life: PeerLife, fences: StepFences, arrivals: Arrivals | None = None
 ) -> tuple[PagedKvCache, KvEndpoint]:
     """Pages full of random bytes, and their endpoint."""
+    note = (lambda sender, payload: None) if arrivals is None else arrivals.note
     device = plan.device_of(side)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -127,8 +164,8 @@ def make_endpoint(
     endpoint = KvEndpoint(
         *(settings, Shard(1, 0), cache, fences),
         staging=make_staging(cache, plan.slots if plan.way == "staged" else 0, plan.slot_mib),
-        on_notification=lambda sender, payload: None,
-        on_landed=lambda sender, payload: None,
+        on_notification=note,
+        on_landed=note,
         on_failure=_fail,
         transport_factory=_noting_descriptors(transports),
     )
@@ -137,7 +174,8 @@ def make_endpoint(
 
 def receive(pipe: Connection, plan: Plan) -> None:
     """The receiving process: own the destination until told to end."""
-    cache, endpoint = make_endpoint(plan, 1, RECEIVER, StepFences())
+    arrivals = Arrivals()
+    cache, endpoint = make_endpoint(plan, 1, RECEIVER, StepFences(), arrivals)
     memory = endpoint.start()
     endpoint.expect(1)  # polls as a worker does that waits for KV
     target = torch.zeros(2 * raw_bytes(plan), dtype=torch.uint8, device=cache.device)
@@ -152,7 +190,10 @@ def receive(pipe: Connection, plan: Plan) -> None:
     while not pipe.poll(0.0005):
         raw.notifications()
     while (asked := pipe.recv()) != "end":
-        pipe.send([cache.read_page(group, page) for group, page in asked])
+        if isinstance(asked, int):
+            pipe.send(arrivals.take(asked))
+        else:
+            pipe.send([cache.read_page(group, page) for group, page in asked])
     endpoint.stop()
     raw.close()
 
@@ -191,6 +232,7 @@ class Sender:
         runs = np.stack((start, start, np.full_like(start, min(descriptor, total))), axis=1)
         span, seconds = _span(self._source), []
         for _ in range(self.plan.repeats + 1):
+            self.wake_device()
             begin = time.perf_counter()
             write = self._raw.post_write(self._peer, [Copies(span, self._raw_target, runs)], b"")
             while (state := self._raw.state(write)) is WriteState.IN_PROGRESS:
@@ -226,21 +268,32 @@ class Sender:
         """Ship a prompt whose layer groups become ready over ``compute_s``; 0: all at once."""
         orders = self.orders(tokens)
         before = self.descriptors
-        begin = time.perf_counter()
+        self.wake_device()
+        begin = now()
         if not compute_s:
             for mark, _ in orders:
                 self._fences.record(mark, None)
         shipped = [self._endpoint.ship(RECEIVER, order) for _, order in orders]
         if compute_s:
             self._compute([mark for mark, _ in orders], compute_s)
-        ready = time.perf_counter() if compute_s else begin
+        ready = now() if compute_s else begin
         sizes = [each.result(120).size_bytes for each in shipped]
-        end = time.perf_counter()
+        self._pipe.send(len(orders))
+        end: float = self._pipe.recv()
         moved = self.descriptors[len(before) :]
         return Outcome(
             *(tokens, sum(sizes), end - begin, len(moved), int(statistics.median(moved))),
             tail_ms=(end - ready) * 1e3,
         )
+
+    def wake_device(self) -> None:
+        """Keep the device busy for a moment, as it was by the prompt whose KV is handed off.
+
+        One that has been idle runs at a sixth of its clock, and needs milliseconds to leave that.
+        """
+        if self.cache.device.type == "cuda":
+            _keep_busy(int(WAKE_S * self._cycles_per_s))
+            torch.cuda.current_stream(self.cache.device).synchronize()
 
     def _compute(self, marks: list[StepMark], seconds: float) -> None:
         """What a prefill does meanwhile, as far as a transfer sees it; returns when the last mark has passed.

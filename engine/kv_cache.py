@@ -17,14 +17,10 @@ from antiphon.model.config import GptOssConfig
 from antiphon.protocol.errors import ConfigError
 from antiphon.protocol.identity import FP8_E4M3, PROTOCOL_VERSION, KvFingerprint
 from antiphon.protocol.kv_messages import MemoryRegion
+from antiphon.protocol.layer_groups import layer_range
 
 LAYOUT = "page,layer,head,kv,token,dim"
 """The order of dimensions, as the fingerprint states it; the last varies fastest."""
-
-
-def layer_group_bounds(layers: int, groups: int) -> tuple[tuple[int, int], ...]:
-    """Which layers of a page group belong to each layer group: ``[begin, end)`` indices within the group."""
-    return tuple((g * layers // groups, (g + 1) * layers // groups) for g in range(groups))
 
 
 class PagedKvCache:
@@ -175,8 +171,7 @@ class PagedKvCache:
         fewest = min(len(layers) for layers in self._layers.values())
         if not 1 <= layer_groups <= fewest:
             raise ConfigError(f"transfer.layer_groups {layer_groups} is not within 1 .. {fewest}")
-        bounds = {g: layer_group_bounds(len(layers), layer_groups) for g, layers in self._layers.items()}
         return tuple(
-            max(self._layers[group][bounds[group][g][1] - 1] for group in self._layers)
-            for g in range(layer_groups)
+            max(layers[layer_range(len(layers), part, layer_groups)[-1]] for layers in self._layers.values())
+            for part in range(layer_groups)
         )

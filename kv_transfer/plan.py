@@ -94,11 +94,6 @@ def _head_bytes(fingerprint: KvFingerprint, kv_dtype: str) -> int:
     raise HandshakeError(f"unknown KV dtype {kv_dtype!r}")
 
 
-def layer_range(layers: int, layer_group: int, layer_groups: int) -> range:
-    """Layers of a page group that belong to one of ``layer_groups`` parts, in order and without overlap."""
-    return range(layer_group * layers // layer_groups, (layer_group + 1) * layers // layer_groups)
-
-
 def plan_runs(
     layout: GroupLayout,
     source: Shard,

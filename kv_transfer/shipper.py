@@ -8,13 +8,14 @@ from functools import cache
 
 from antiphon.kv_transfer.checksum import crc32_of
 from antiphon.kv_transfer.handshake import PeerKv, RankPages
-from antiphon.kv_transfer.plan import GroupLayout, layer_range, plan_runs
+from antiphon.kv_transfer.plan import GroupLayout, plan_runs
 from antiphon.kv_transfer.ranks import Shipped
 from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
 from antiphon.kv_transfer.transport import Copies, DeviceEvent
 from antiphon.protocol.codec import encode
 from antiphon.protocol.errors import TransferError
 from antiphon.protocol.kv_messages import WriteChecksum, WriteDone, WriteKey
+from antiphon.protocol.layer_groups import layer_range
 from antiphon.protocol.rank_messages import ShipOrder
 
 

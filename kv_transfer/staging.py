@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from antiphon.kv_transfer.plan import GroupLayout, Shard, layer_range
+from antiphon.kv_transfer.plan import GroupLayout, Shard
 from antiphon.kv_transfer.step_fences import Fence
 from antiphon.protocol.errors import TransferError
 from antiphon.protocol.kv_messages import MemoryRegion
+from antiphon.protocol.layer_groups import layer_range
 from antiphon.protocol.rank_messages import ShipOrder
 from antiphon.protocol.staging_messages import StagedPages
 

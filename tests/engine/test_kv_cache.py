@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from antiphon.engine.kv_cache import PagedKvCache, layer_group_bounds
+from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.kernels.fp8_pages import Fp8Pages
 from antiphon.kernels.reference import write_kv
-from antiphon.kv_transfer.plan import Shard, group_layouts, layer_range
+from antiphon.kv_transfer.plan import Shard, group_layouts
 from antiphon.protocol.errors import ConfigError
 
 SMALL: Any = {"full_pages": 50, "sliding_pages": 50, "page_size": 16, "dtype": torch.float32}
@@ -104,16 +104,9 @@ def test_the_fingerprint_says_what_peers_must_share(kit: Any) -> None:
     assert len(ours.differences(_cache(kit, layers=6).fingerprint("m", "r"))) == 2
 
 
-@pytest.mark.parametrize(("layers", "groups"), [(12, 5), (18, 4), (2, 2), (7, 3)])
-def test_layer_groups_partition_the_layers_in_order(layers: int, groups: int) -> None:
-    bounds = layer_group_bounds(layers, groups)
-    assert [layer for begin, end in bounds for layer in range(begin, end)] == list(range(layers))
-    assert all(end > begin for begin, end in bounds)
-    assert [range(*pair) for pair in bounds] == [layer_range(layers, g, groups) for g in range(groups)]
-
-
 def test_a_layer_group_ends_with_the_later_of_its_two_page_groups(kit: Any) -> None:
     assert _cache(kit, 4).last_layers(2) == (1, 3)
-    assert _cache(kit, 5).last_layers(2) == (1, 4)  # sliding layers 0, 2, 4 and full layers 1, 3
+    assert _cache(kit, 5).last_layers(2) == (2, 4)  # sliding layers 0, 2, 4 and full layers 1, 3
+    assert _cache(kit, 5).last_layers(1) == (4,)
     with pytest.raises(ConfigError, match=r"layer_groups 3 is not within 1 \.\. 2"):
         _cache(kit, 5).last_layers(3)

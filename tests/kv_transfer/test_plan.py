@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from antiphon.kernels.fp8_pages import head_bytes
 from antiphon.kv_transfer.handshake import page_pairs
-from antiphon.kv_transfer.plan import GroupLayout, Shard, group_layouts, layer_range, merge_runs, plan_runs
+from antiphon.kv_transfer.plan import GroupLayout, Shard, group_layouts, merge_runs, plan_runs
 from antiphon.protocol.errors import HandshakeError
 from antiphon.protocol.identity import KvFingerprint
+from antiphon.protocol.layer_groups import layer_range
 
 TP = st.sampled_from([1, 2, 4, 8])
 

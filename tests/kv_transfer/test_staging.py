@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from antiphon.kv_transfer.leases import Writer
-from antiphon.kv_transfer.plan import GroupLayout, Shard, layer_range
+from antiphon.kv_transfer.plan import GroupLayout, Shard
 from antiphon.kv_transfer.slot_allotment import SlotAllotment
 from antiphon.kv_transfer.staging import SlotRange, segments_of, share_bytes, share_of, share_offset
 from antiphon.protocol.errors import TransferError
+from antiphon.protocol.layer_groups import layer_range
 from antiphon.protocol.rank_messages import ShipOrder, StepMark
 
 RANKS = (1, 2, 4, 8)
