@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import statistics
 import time
@@ -61,11 +62,13 @@ def interference(
     """
     longest = int(seconds / 0.004)
     running_streams = [router.generate(prompts.of(tokens), longest) for _ in range(streams)]
+    # Made now: whoever makes thousands of numbers keeps the thread waiting that takes the time of tokens.
+    coming = [prompts.of(tokens) for _ in range(math.ceil(seconds / every_s))]
     until(lambda: all(stream.tokens > 4 for stream in running_streams) or bool(router.trouble), "streams")
     begin = time.perf_counter()
     arrivals = []
-    while time.perf_counter() - begin < seconds:
-        arrivals.append(router.generate(prompts.of(tokens), 4))
+    for prompt in coming:
+        arrivals.append(router.generate(prompt, 4))
         time.sleep(every_s)
     end = time.perf_counter()
     if router.trouble:
