@@ -17,6 +17,7 @@ from antiphon.model.checkpoint.synthesize import synthesize
 # Modules of this folder are imported by tests here and, in one test, by the processes of a deployment.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from left_behind import private_home
 from observed_deployment import Observed, SpanReceiver, observed_deployment
 
 # A test process computes a reference while a deployment may run beside it: leave it a core.
@@ -64,7 +65,7 @@ def observed(
     file = folder / "deployment.yaml"
     file.write_text(yaml.safe_dump(tree))
     try:
-        with observed_deployment(file, folder / "log", spans) as running:
+        with private_home() as home, observed_deployment(file, folder / "log", spans, home) as running:
             yield running
     finally:
         spans.close()

@@ -1,9 +1,10 @@
-"""A deployment of the command line whose logs, metrics and spans a test can read."""
+"""A deployment of the command line whose logs, metrics and spans a test can read; SIGTERM ends it."""
 
 from __future__ import annotations
 
 import http.server
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 import httpx
 import psutil
 from actor_processes import pid_of_one
+from left_behind import assert_nothing_left, environment_of
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 READY_S = 300.0
@@ -145,14 +147,17 @@ def until(
 
 
 @contextmanager
-def observed_deployment(config_file: Path, log_file: Path, spans: SpanReceiver) -> Iterator[Observed]:
-    """Run ``antiphon serve`` until the block ends."""
+def observed_deployment(
+    config_file: Path, log_file: Path, spans: SpanReceiver, home: Path
+) -> Iterator[Observed]:
+    """Run ``antiphon serve`` until the block ends: SIGTERM must end it with status 0, and leave nothing."""
     with log_file.open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "antiphon.cluster.cli", "serve", "--config", str(config_file)],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            env=os.environ | environment_of(home),
         )
     try:
         assert process.stdout is not None
@@ -170,10 +175,13 @@ def observed_deployment(config_file: Path, log_file: Path, spans: SpanReceiver) 
         observed = Observed(process, url[1], found[1], log_file, spans)
         with observed.http:
             yield observed
-    finally:
+        me = psutil.Process(process.pid)
+        family = [me, *me.children(recursive=True)]
         process.terminate()
-        try:
-            process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
+        process.communicate(timeout=180)
+        assert process.returncode == 0
+        assert_nothing_left(family, set(), home)
+    finally:
+        if process.poll() is None:
             process.kill()
-            process.communicate()
+        process.communicate()

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from left_behind import assert_nothing_left, environment_of, private_home, shared_memory_of
 
 from antiphon.benchmarks.split.host import free_ports
 from antiphon.configs.schema import DeploymentConfig
@@ -29,13 +29,9 @@ READY = re.compile(r"Ready in [\d.]+ s: gpt-oss-tiny at (http://[\d.]+:\d+)/v1")
 
 
 @pytest.fixture
-def private_home() -> Iterator[Path]:
-    """A short-named home and temporary folder: whatever is left in it was left by the command."""
-    folder = Path(tempfile.mkdtemp(prefix="ap", dir="/tmp"))
-    (folder / "home").mkdir()
-    (folder / "tmp").mkdir()
-    yield folder
-    shutil.rmtree(folder)
+def home() -> Iterator[Path]:
+    with private_home() as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -152,13 +148,12 @@ class Service:
     """``antiphon serve`` in a session of its own, as a terminal would run it."""
 
     def __init__(self, config_file: Path, home: Path) -> None:
-        environment = {**os.environ, "HOME": str(home / "home"), "TMPDIR": str(home / "tmp")}
         self.process = subprocess.Popen(
             [*ANTIPHON, "serve", "--config", str(config_file)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=os.environ | environment_of(home),
             start_new_session=True,
         )
 
@@ -190,8 +185,8 @@ class Service:
 
 
 @pytest.fixture
-def service(config_file: Path, private_home: Path) -> Iterator[Service]:
-    running = Service(config_file, private_home)
+def service(config_file: Path, home: Path) -> Iterator[Service]:
+    running = Service(config_file, home)
     yield running
     running.close()
 
@@ -204,38 +199,7 @@ def title(process: psutil.Process) -> str:
         return ""
 
 
-def shared_memory_of(processes: list[psutil.Process]) -> set[str]:
-    """Files of /dev/shm that processes have mapped."""
-    found = set()
-    for process in processes:
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            found |= {line.split()[5] for line in maps.splitlines() if " /dev/shm/" in line}
-    return found
-
-
-def assert_nothing_left(family: list[psutil.Process], shared: set[str], home: Path) -> None:
-    _, alive = psutil.wait_procs(family, timeout=90)
-    assert not alive, [" ".join(p.cmdline()) for p in alive]
-    assert not [path for path in shared if Path(path).exists()]
-    assert not [path for path in (home / "tmp").iterdir() if path.name.startswith(("antiphon", "ray"))]
-    assert not (home / "home" / ".ray").exists()
-
-
-def test_ctrl_c_leaves_nothing_behind(service: Service, private_home: Path) -> None:
-    url = service.wait_ready()
-    answer = run("chat", "Hello!", "--url", url, "--max-tokens", "8", "--temperature", "0")
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.strip()
-    family = service.family()
-    assert len(family) >= 6
-    shared = shared_memory_of(family)
-    os.killpg(service.process.pid, signal.SIGINT)  # a terminal sends it to all of the foreground
-    assert service.process.wait(timeout=180) == 0
-    assert_nothing_left(family, shared, private_home)
-
-
-def test_sigterm_while_it_starts_leaves_nothing_behind(service: Service, private_home: Path) -> None:
+def test_sigterm_while_it_starts_leaves_nothing_behind(service: Service, home: Path) -> None:
     deadline = time.monotonic() + 90
     while not any("raylet" in title(p) for p in service.family()):
         assert time.monotonic() < deadline
@@ -243,13 +207,13 @@ def test_sigterm_while_it_starts_leaves_nothing_behind(service: Service, private
     family = service.family()
     service.process.terminate()
     assert service.process.wait(timeout=180) == 0
-    assert_nothing_left(family, set(), private_home)
+    assert_nothing_left(family, set(), home)
 
 
-def test_killing_the_supervisor_ends_all_workers_and_the_next_start_tidies_up(
-    config_file: Path, private_home: Path
+def test_killing_the_supervisor_ends_all_workers_and_ctrl_c_after_the_next_start_leaves_nothing_behind(
+    config_file: Path, home: Path
 ) -> None:
-    first = Service(config_file, private_home)
+    first = Service(config_file, home)
     try:
         first.wait_ready()
         # Ray's two agents notice by themselves, but report to a dead cluster for a minute before they exit.
@@ -260,25 +224,30 @@ def test_killing_the_supervisor_ends_all_workers_and_the_next_start_tidies_up(
         assert not alive, [" ".join(p.cmdline()) for p in alive]
     finally:
         first.close()
-    second = Service(config_file, private_home)
+    second = Service(config_file, home)
     try:
-        second.wait_ready()
+        url = second.wait_ready()
+        answer = run("chat", "Hello!", "--url", url, "--max-tokens", "8", "--temperature", "0")
+        assert answer.returncode == 0, answer.stderr
+        assert answer.stdout.strip()
         family = second.family()
-        second.process.terminate()
+        assert len(family) >= 6
+        shared = shared_memory_of(family)
+        os.killpg(second.process.pid, signal.SIGINT)  # a terminal sends it to all of the foreground
         assert second.process.wait(timeout=180) == 0
-        assert_nothing_left(family, set(), private_home)
+        assert_nothing_left(family, shared, home)
     finally:
         second.close()
 
 
 @pytest.fixture
-def running_ray(private_home: Path) -> Iterator[str]:
+def running_ray(home: Path) -> Iterator[str]:
     """A Ray cluster that somebody else runs, with a token of its own in the environment."""
     (port,) = free_ports(1)
     head = subprocess.Popen(
         [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-            *("--port", str(port), "--temp-dir", str(private_home / "ray"), "--num-cpus", "4"),
+            *("--port", str(port), "--temp-dir", str(home / "ray"), "--num-cpus", "4"),
             *("--include-dashboard", "false", "--disable-usage-stats", "--object-store-memory", "80000000"),
         ],
         stdout=subprocess.DEVNULL,
@@ -304,12 +273,12 @@ def ray_status(address: str) -> str:
 
 
 def test_a_deployment_joins_a_running_cluster_and_leaves_it_as_it_was(
-    config_file: Path, private_home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    config_file: Path, home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a-token-of-the-operator-" + "0" * 16)
     address = request.getfixturevalue("running_ray")
-    service = Service(change(config_file, "ray.address", address), private_home)
+    service = Service(change(config_file, "ray.address", address), home)
     try:
         url = service.wait_ready()
         answer = run("chat", "Hello!", "--url", url, "--max-tokens", "4")
