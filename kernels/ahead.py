@@ -147,16 +147,35 @@ def build_driver_module(folder: Path) -> Path:
             raise KernelLibraryError(f"Triton's driver module was not compiled: {error}") from error
         except ImportError:
             pass  # it is compiled; only a machine with the driver's library can load it
-        found = _cached_driver_module(source, name)
-    if found is None:
-        raise KernelLibraryError(f"Triton's driver module is not in {folder} after it was compiled")
-    return found
+        compiled = get_cache_manager(_driver_key(source, platform_key())).get_file(name)
+        if compiled is None:
+            raise KernelLibraryError(f"Triton's driver module is not in {folder} after it was compiled")
+        module = Path(compiled).read_bytes()
+        for platform in _platforms():
+            get_cache_manager(_driver_key(source, platform)).put(module, name, binary=True)
+    return Path(compiled)
 
 
 def _cached_driver_module(source: str, name: str) -> Path | None:
-    key = hashlib.sha256((source + platform_key()).encode()).hexdigest()
-    path = get_cache_manager(key).get_file(name)
-    return None if path is None else Path(path)
+    """The module, if it lies wherever Triton may look for it."""
+    paths = [get_cache_manager(_driver_key(source, platform)).get_file(name) for platform in _platforms()]
+    return Path(paths[0]) if paths[0] is not None and None not in paths else None
+
+
+def _driver_key(source: str, platform: str) -> str:
+    """As Triton makes it."""
+    return hashlib.sha256((source + platform).encode()).hexdigest()
+
+
+def _platforms() -> tuple[str, ...]:
+    """What Triton may call this platform; as it does here first.
+
+    The format of programs is part of it, which Python knows only where the program ``file`` is installed, and
+    a worker's image may lack that.
+    """
+    mine = platform_key()
+    *others, _ = mine.split(",")
+    return tuple(dict.fromkeys((mine, *(",".join((*others, linkage)) for linkage in ("ELF", "")))))
 
 
 def load_only() -> None:

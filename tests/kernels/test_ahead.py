@@ -157,6 +157,32 @@ def test_the_module_that_launches_is_compiled_without_a_gpu(tmp_path: Path) -> N
     assert Path(first).stat().st_size > 10_000
 
 
+KEPT = """
+import hashlib
+from pathlib import Path
+from triton.backends.nvidia import driver
+from triton.runtime.build import platform_key
+
+target = ahead.triton_folder()
+source = Path(driver.__file__).with_name("driver.c").read_text()
+ahead.build_driver_module(target)
+for linkage in ("ELF", ""):
+    key = ",".join((*platform_key().split(",")[:-1], linkage))
+    ahead.knobs.cache.dir = str(target)
+    print(ahead.get_cache_manager(hashlib.sha256((source + key).encode()).hexdigest()).get_file(
+        "cuda_utils" + ahead.sysconfig.get_config_var("EXT_SUFFIX")))
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
+def test_the_module_that_launches_is_found_where_python_knows_less_of_the_platform(tmp_path: Path) -> None:
+    """Triton's name of the platform depends on whether the program ``file`` is installed."""
+    places = run(tmp_path, KEPT)
+    assert len(set(places)) == 2
+    assert "None" not in places
+    assert len({Path(place).read_bytes() for place in places}) == 1
+
+
 MISSING = """
 build(32)
 import triton
