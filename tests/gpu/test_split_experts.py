@@ -145,6 +145,19 @@ def test_decoded_parts_add_up_to_whole_experts(
     assert relative_error(total, plain(layer.whole, *routing)) <= 5e-3
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("token_tile", TOKEN_TILES)
+def test_every_launch_of_a_part_is_the_same(layer: Layer, ranks: int, token_tile: int) -> None:
+    """Back to back, as ``test_every_launch_is_the_same`` of whole experts."""
+    routing, converted = routed(70), streamed_form(layer.rank(0, ranks))
+    workspace, plan = MoeWorkspace(70, EXPERTS, routing[0].device), LaunchPlan(token_tile)
+    outs = torch.full((200, 70, DIM), float("nan"), device="cuda").bfloat16()
+    for out in outs:
+        moe_streamed(group(*routing, workspace, plan), converted, workspace, out)
+    apart = (outs != outs[0]).flatten(1).any(-1).nonzero().flatten()
+    assert not len(apart), (len(apart), apart[:8].tolist())
+
+
 def chunk(part: CheckpointExperts, x: Tensor, ids: Tensor, weights: Tensor, tile: int) -> Tensor:
     """In poisoned buffers."""
     workspace = MixedWorkspace(x.shape[0], EXPERTS, x.device)

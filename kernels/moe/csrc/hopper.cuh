@@ -105,7 +105,8 @@ __device__ __forceinline__ void copy16(uint32_t destination, const void* source)
 }
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Ordinary shared-memory stores before this fence are seen by wgmma and the copy engine after a barrier.
+// Ordinary shared-memory stores before this fence are seen by wgmma and the copy engine after a barrier, and loads
+// before it are done before what the copy engine writes then. An arrival alone does not wait for them.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -27,11 +27,12 @@ namespace antiphon::stream {
 namespace {
 
 // One stage: 64 rows x 192 columns times the tile's tokens, added to acc. `operand` describes the activations of
-// the stage's first block, `low_offset` is from high parts to low ones.
-template <int TOKENS>
+// the stage's first block, `low_offset` is from high parts to low ones. `release` gives the stage's slot back: behind
+// the last products, which have the weights in registers, and before anybody waits for them.
+template <int TOKENS, typename Release>
 __device__ __forceinline__ void multiply_stage(const uint4 (&packed)[3], const uint32_t (&scales)[3],
                                                uint64_t operand, int low_offset,
-                                               float (&acc)[ActivationTile<TOKENS>::kRows / 8][4]) {
+                                               float (&acc)[ActivationTile<TOKENS>::kRows / 8][4], Release release) {
   using Tile = ActivationTile<TOKENS>;
   constexpr int kBatch = Geometry<TOKENS>::kBatch, kRows = Tile::kRows;
 #pragma unroll
@@ -55,6 +56,7 @@ __device__ __forceinline__ void multiply_stage(const uint4 (&packed)[3], const u
       if constexpr (!Tile::kSideBySide) wgmma_e4m3<kRows, 1>(part[i], a[i], block + low_offset / 16);
     }
     wgmma_commit();
+    if (begin + kBatch == kStageBlocks) release();
     wgmma_wait_all();
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -168,11 +170,10 @@ __device__ __forceinline__ void consume(const Arguments& a, const Work& work, co
         packed[p] = *reinterpret_cast<const uint4*>(stage + ((p * 4 + warp) * 32 + lane) * 16);
         scales[p] = *reinterpret_cast<const uint32_t*>(stage + kStageWeightBytes + (warp * 8 + g) * 12 + p * 4);
       }
-      __syncwarp();
-      if (lane == 0) at.ring.release(group);
-      at.ring.advance();
       const int block = (s * G::kGroups + group) * kStageBlocks;
-      multiply_stage<TOKENS>(packed, scales, operand + block * (Tile::kBlockBytes / 16), low_offset, acc);
+      multiply_stage<TOKENS>(packed, scales, operand + block * (Tile::kBlockBytes / 16), low_offset, acc,
+                             [&] { at.ring.release(group, lane); });
+      at.ring.advance();
     }
     float sum[G::kWidth / 8][4];
     add_parts<TOKENS>(acc, sum);

@@ -28,7 +28,13 @@ struct Ring {
     bulk_copy_once(stages + slot * kStageBytes, source, kStageBytes, full + 8 * slot);
   }
   __device__ __forceinline__ void wait_full(int group) const { mbarrier_wait(full + 8 * index(group), turn & 1); }
-  __device__ __forceinline__ void release(int group) const { mbarrier_arrive(empty + 8 * index(group)); }
+  // By all lanes of a warp that has read its share. A bulk copy does not go the way of the loads before it: they may
+  // still be queued behind others when it fills the slot again, unless the fence has waited for them.
+  __device__ __forceinline__ void release(int group, int lane) const {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(empty + 8 * index(group));
+  }
 };
 
 // Activation tiles in turn over kBuffers buffers; both sides count the tiles that this block has met.
