@@ -128,7 +128,8 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void release(int which) const {
-    __syncwarp();  // the row scales are read
+    if constexpr (P::kScaled) fence_async_proxy();  // the row scales are read before a bulk copy may replace them
+    __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + 8 * which);
   }
 

@@ -74,10 +74,11 @@ struct WideSums {
   }
 
   template <int PAIR>
-  __device__ __forceinline__ void widen() {
+  __device__ __forceinline__ void widen(const Consumer<S>& c) {
     widen_pair(packed[PAIR % kOperands].words, by, operand[PAIR % kOperands]);
 #pragma unroll
     for (int i = 0; i < 8; ++i) pin(operand[PAIR % kOperands][i]);
+    if constexpr (PAIR % kStagePairs == kStagePairs - 1) c.release_stage();
   }
 
   // Pair P of a body, of which there are `LEFT` more behind it: its products begin, the next is widened, and the second
@@ -95,14 +96,14 @@ struct WideSums {
       } else {
         c.tokens.advance();
       }
-      if constexpr (LEFT >= 1) widen<P + 1>();
+      if constexpr (LEFT >= 1) widen<P + 1>(c);
     } else {  // the other warpgroups' products are what widening overlaps with
       wgmma_wait<0>();
       if constexpr (P % 2 == 1 || LEFT == 0) {
         c.release(c.tokens.slot);
         c.tokens.advance();
       }
-      if constexpr (LEFT >= 1) widen<P + 1>();
+      if constexpr (LEFT >= 1) widen<P + 1>(c);
       if constexpr (LEFT >= 2) read<P + 2>(c);
     }
     if constexpr (LEFT >= 2) look_up<P + 2>(c, offsets);
@@ -114,7 +115,7 @@ struct WideSums {
     const int bodies = SPANS ? a.hidden_spans - 1 : kPairs / kBody;
     read<0>(c);
     look_up<0>(c, offsets);
-    widen<0>();
+    widen<0>(c);
     read<1>(c);
     look_up<1>(c, offsets);
 #pragma unroll 1
@@ -165,6 +166,7 @@ struct NarrowSums {
     expand_pair(packed.words, operand);
 #pragma unroll
     for (int i = 0; i < 8; ++i) pin(operand[i]);
+    if constexpr (PAIR == kStagePairs - 1) c.release_stage();
     return packed.scales;
   }
 

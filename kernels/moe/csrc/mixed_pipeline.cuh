@@ -196,12 +196,14 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void release_terms() {
+    fence_async_proxy();  // as in release_stage()
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.term_empty + 8 * term.slot);
     term.advance();
   }
 
-  // 64 columns of this warpgroup's rows, pair PAIR of the stage. Pairs are read in order.
+  // 64 columns of this warpgroup's rows, pair PAIR of the stage. Pairs are read in order, and release_stage() follows
+  // before the first of the next stage but one.
   template <int PAIR>
   __device__ __forceinline__ Packed read() {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
@@ -210,12 +212,17 @@ struct Consumer {
     Packed packed;
     packed.words = *reinterpret_cast<const uint4*>(source + (PAIR * 4 * 32 + warp * 32 + lane) * 16);
     packed.scales = *reinterpret_cast<const uint32_t*>(source + kStageWeightBytes + (warp * 8 + lane / 4) * 12 + PAIR * 4);
-    if constexpr (PAIR == kStagePairs - 1) {
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared.weight_empty + 8 * stage.slot);
-      stage.advance();
-    }
+    if constexpr (PAIR == kStagePairs - 1) stage.advance();
     return packed;
+  }
+
+  // Gives the slot back whose last pair was read latest, once that is in use. A bulk copy does not go the way of the
+  // loads before it: they may still be queued behind others when it fills the slot again, unless a fence has waited.
+  __device__ __forceinline__ void release_stage() const {
+    const int slot = (stage.slot == 0 ? S::kWeightSlots : stage.slot) - 1;
+    fence_async_proxy();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.weight_empty + 8 * slot);
   }
 
   // The operand of the token tile's next 128 columns, once they are there.
