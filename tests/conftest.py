@@ -22,9 +22,12 @@ if find_spec("hypothesis") is not None:
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")
 
-SERVICES = {"chaos", "clients", "cluster", "e2e", "engine", "kv_transfer", "protocol", "router"}
-SERVICES |= {"telemetry", "workers", "test_chart_end_to_end.py"}
-"""Folders, and a file, whose tests run services or watch the clock."""
+SERVICES = {"chaos", "clients", "cluster", "e2e", "kv_transfer", "protocol", "telemetry", "workers"}
+SERVICES |= {"test_chart_end_to_end.py"}
+SERVICES |= {"test_playground.py", "test_redis_response_store.py", "test_slow_requests.py"}
+"""Folders and files whose tests run services or watch a clock of the machine.
+
+Most tests of the router do neither: their loop's time is their own process's."""
 
 
 @pytest.hookimpl(optionalhook=True)
