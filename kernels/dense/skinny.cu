@@ -131,6 +131,7 @@ __device__ __forceinline__ void multiply(const Args& a, const uint8_t* stages, u
       mma_bf16(even, low[c].x, h.x, low[c].y, h.y, w.x, w.y);
       mma_bf16(odd, low[c].z, h.z, low[c].w, h.w, w.z, w.w);
     }
+    fence_async_proxy();  // a bulk copy would not queue behind loads of the slot that are still under way
     __syncwarp();
     if (lane == 0) mbarrier_arrive(empty + 8 * slot);
     const int buffer = done % 2;
