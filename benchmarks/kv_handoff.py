@@ -6,9 +6,10 @@
    through the very objects that workers use, until the receiver has been told of the last. ``--way`` is
    theirs of one host (``mapped``), of several (``staged``), or every run of pages by NIXL (``pages``).
 
-Each of them with a sending GPU that has just computed, as after a prefill. For prompts that a prefill would
-compute meanwhile, orders become ready at the pace of that prefill, and what is reported is the tail after the
-last layer and the share of the transfer that lay behind compute.
+Each of them with a sending GPU that has just computed, as after a prefill; the third right behind another
+hand-off, and once more after a pause in which the threads of both sides rested. For prompts that a prefill
+would compute meanwhile, orders become ready at the pace of that prefill, and what is reported is the tail
+after the last layer and the share of the transfer that lay behind compute.
 
     python -m antiphon.benchmarks.kv_handoff --model gpt-oss-20b --tokens 1024,8192 --device cuda
 """
@@ -65,7 +66,10 @@ def measure(plan: Plan, compute_ms: dict[int, float]) -> list[Record]:
     pipe.recv()
     for tokens in plan.tokens:
         sender.hand_off(tokens, 0.0)  # connections, kernels, the allocator
-        alone = [sender.hand_off(tokens, 0.0) for _ in range(plan.repeats)]
+        paused, alone = [], []
+        for _ in range(plan.repeats):
+            paused.append(sender.hand_off(tokens, 0.0))
+            alone.append(sender.hand_off(tokens, 0.0, after_a_pause=False))
         sender.check(tokens)
         best = sorted(alone, key=lambda outcome: outcome.seconds)[len(alone) // 2]
         rate = best.total_bytes / best.seconds
@@ -73,6 +77,7 @@ def measure(plan: Plan, compute_ms: dict[int, float]) -> list[Record]:
             "limit": limit / 1e9,
             "bytes": best.total_bytes,
             "ms": best.seconds * 1e3,
+            "ms_after_a_pause": statistics.median(outcome.seconds for outcome in paused) * 1e3,
             "descriptors": best.descriptors,
             "median_descriptor_bytes": best.median_descriptor_bytes,
             "layer_groups": plan.layer_groups,

@@ -264,11 +264,16 @@ class Sender:
                 )
         return found
 
-    def hand_off(self, tokens: int, compute_s: float) -> Outcome:
-        """Ship a prompt whose layer groups become ready over ``compute_s``; 0: all at once."""
+    def hand_off(self, tokens: int, compute_s: float, *, after_a_pause: bool = True) -> Outcome:
+        """Ship a prompt whose layer groups become ready over ``compute_s``; 0: all at once.
+
+        Args:
+            after_a_pause: the device is kept busy first, while the threads of both sides rest.
+        """
         orders = self.orders(tokens)
         before = self.descriptors
-        self.wake_device()
+        if after_a_pause:
+            self.wake_device()
         begin = now()
         if not compute_s:
             for mark, _ in orders:
