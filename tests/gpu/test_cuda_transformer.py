@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from antiphon.kernels import reference
 from antiphon.kernels.dense import fp8_projection
 from antiphon.kernels.dense.fp8_projection import Fp8Projection
-from antiphon.kernels.reference import PagedSequences
+from antiphon.kernels.reference import ExpertMatrix, PagedSequences, dequantize_mxfp4
 from antiphon.model.checkpoint.load import fill
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.config import GptOssConfig, preset
@@ -214,3 +215,48 @@ def test_a_decode_step_in_a_graph_equals_the_eager_one() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(captured, eager)
+
+
+REFERENCE_TOKENS = 96
+"""OpenAI's model gathers the weights of four experts for each: 266 MB in float32."""
+
+
+def openais_logits(config: GptOssConfig, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, V] of OpenAI's own torch implementation (PyPI ``gpt-oss``) with the same parameters."""
+    reference: Any = pytest.importorskip("gpt_oss.torch.model")
+    shape = reference.ModelConfig(
+        num_hidden_layers=config.num_hidden_layers,
+        num_experts=config.num_experts,
+        initial_context_length=config.rope_original_context,
+    )
+    model = reference.Transformer(shape, torch.device("cuda"))
+    left, blocks = dict(model.named_parameters()), {}
+    for name, tensor in synthesize_parameters(config, 0, "cuda"):
+        kind = name.rpartition(".")[2]
+        if kind == "blocks":
+            blocks[name.removesuffix(".blocks")] = tensor
+            continue
+        name = name.removesuffix(".scales")
+        if kind == "scales":
+            tensor = dequantize_mxfp4(ExpertMatrix(blocks.pop(name), tensor), torch.bfloat16)
+        left.pop(name).data.copy_(tensor)
+    assert not left, f"nothing for {sorted(left)}"
+    logits: Tensor = model.to(dtype)(token_ids)
+    return logits.float()
+
+
+@torch.no_grad()
+def test_four_layers_of_the_120b_shape_follow_openais() -> None:
+    config = replace(preset("gpt-oss-120b"), num_hidden_layers=4)
+    generator = torch.Generator().manual_seed(3)
+    token_ids = torch.randint(0, 199_998, (REFERENCE_TOKENS,), generator=generator)
+    exact = openais_logits(config, token_ids.cuda(), torch.float32)
+    rounded = openais_logits(config, token_ids.cuda(), torch.bfloat16)
+    model = CudaTransformer(config, synthesize_parameters(config, 0, "cuda"))
+    (ours,) = teacher_forced(model, [token_ids.tolist()], 64, REFERENCE_TOKENS - 8, torch.bfloat16)
+
+    def error(logits: Tensor) -> float:
+        return ((logits.float() - exact).norm() / exact.norm()).item()
+
+    print(f"relative error: {error(ours):.4f}, OpenAI's in bfloat16 {error(rounded):.4f}")
+    assert error(ours) <= max(0.02, 1.2 * error(rounded))
