@@ -135,6 +135,18 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
+def pace(marks: Sequence[StepMark], last_layers: Sequence[int], seconds: float) -> list[float]:
+    """Seconds that end with each mark, of a prefill whose layers all take the same time.
+
+    Args:
+        last_layers: of each layer group, ascending.
+        seconds: of the whole.
+    """
+    ends = (-1, *last_layers)
+    layers = [ends[mark.layer_group + 1] - ends[mark.layer_group] for mark in marks]
+    return [seconds * count / sum(layers) for count in layers]
+
+
 def make_endpoint(
     plan: Plan, side: int, life: PeerLife, fences: StepFences, arrivals: Arrivals | None = None
 ) -> tuple[PagedKvCache, KvEndpoint]:
@@ -303,18 +315,21 @@ class Sender:
     def _compute(self, marks: list[StepMark], seconds: float) -> None:
         """What a prefill does meanwhile, as far as a transfer sees it; returns when the last mark has passed.
 
-        A GPU is given everything at once, as by a worker; a CPU passes one mark after the other.
+        Every layer takes the same time. A GPU is given everything at once, as by a worker; a CPU passes one
+        mark after the other.
         """
+        parts_s = pace(marks, self.cache.last_layers(self.plan.layer_groups), seconds)
         device = self.cache.device
         if device.type == "cpu":
-            begin = time.perf_counter()
-            for index, mark in enumerate(marks):
-                time.sleep(max(0.0, begin + seconds * (index + 1) / len(marks) - time.perf_counter()))
+            due = time.perf_counter()
+            for mark, part_s in zip(marks, parts_s, strict=True):
+                due += part_s
+                time.sleep(max(0.0, due - time.perf_counter()))
                 self._fences.record(mark, None)
             return
         cycles_per_s = self._cycles_per_s
-        for mark in marks:
-            _keep_busy(int(seconds / len(marks) * cycles_per_s))
+        for mark, part_s in zip(marks, parts_s, strict=True):
+            _keep_busy(int(part_s * cycles_per_s))
             self._fences.record(mark, source_fence(device))
         torch.cuda.current_stream(device).synchronize()
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from antiphon.benchmarks.kv_sides import pace
+from antiphon.protocol.rank_messages import StepMark
+
 
 @pytest.mark.parametrize("way", ["pages", "staged"])
 def test_pages_arrive_and_every_rate_is_recorded(way: str, tmp_path: Path) -> None:
@@ -45,3 +48,8 @@ def test_only_gpus_map_pages() -> None:
     )
     assert ended.returncode == 2
     assert "only GPUs map the pages of another process" in ended.stderr
+
+
+def test_a_layer_group_becomes_ready_after_as_long_as_its_layers_take() -> None:
+    marks = [StepMark(step, group) for step in (1, 2) for group in range(4)]
+    assert pace(marks, (5, 13, 21, 23), 0.48) == pytest.approx([0.06, 0.08, 0.08, 0.02] * 2)
