@@ -58,7 +58,8 @@ def interference(
     """Milliseconds between tokens of running streams while a prompt arrives every so often.
 
     ``itl_p99_streams_alone_ms`` leaves out what overlaps the coming of a prompt's KV, and its answer, which
-    is decoded beside the streams.
+    is decoded beside the streams. On one GPU that does both parts it has the steps that computed a prompt
+    more than ``LANDING_S`` before its first token.
     """
     longest = int(seconds / 0.004)
     running_streams = [router.generate(prompts.of(tokens), longest) for _ in range(streams)]
