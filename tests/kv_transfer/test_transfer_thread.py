@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,6 +106,29 @@ def test_a_write_waits_for_its_source(ends: Ends) -> None:
     assert len(ends.outcomes) == 1
     ready.set()
     until(lambda: len(ends.outcomes) == 2)
+
+
+def test_a_write_is_posted_before_the_next_one_is_planned(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, bytes]] = []
+    post, all_asked = ends.network.post, threading.Event()
+
+    def noted(sender: str, receiver: str, copies: Any, notification: bytes) -> Any:
+        done.append(("posted", notification))
+        return post(sender, receiver, copies, notification)
+
+    def plan(name: bytes) -> None:
+        done.append(("planned", name))
+        ends.write(name)
+
+    monkeypatch.setattr(ends.network, "post", noted)
+    ends.sender.run(lambda transport: all_asked.wait(60))
+    for name in (b"1", b"2"):
+        ends.sender.when(lambda: True, partial(plan, name), lambda error: None)
+    all_asked.set()
+    until(lambda: len(ends.outcomes) == 2)
+    assert done == [(what, name) for name in (b"1", b"2") for what in ("planned", "posted")]
 
 
 def test_one_failed_post_is_tried_again_and_two_are_a_failure(ends: Ends) -> None:
