@@ -145,7 +145,8 @@ class TransferConfig(Section):
     transport: Literal["nixl"] = "nixl"
     """The transport between processes."""
     layer_groups: int = pydantic.Field(2, ge=1)
-    """Parts in which a chunk is shipped while later layers compute; the last is one layer of each kind."""
+    """Parts in which a chunk is shipped while later layers compute; of three and more, the last is one
+    layer of each kind."""
     completion_timeout_s: float = pydantic.Field(5.0, gt=0)
     """A granted set without progress for this long is asked for again, then failed."""
     same_host: Literal["auto", "required", "never"] = "auto"

@@ -21,7 +21,7 @@ PROTOCOL_VERSION = 7
    (KvProbe.mapped, RankAnswer.mapped), and metadata of their transfer agents says how to map these.
 6: messages of a handshake say of which they are (``handshake`` of KvHello, KvWelcome, KvRefused, KvProbe and
    KvProbeResult).
-7: the last layer group is one layer of each page group (``layer_groups.layer_range``).
+7: of three layer groups and more, the last is one layer of each page group (``layer_groups.layer_range``).
 """
 
 FP8_E4M3 = "fp8_e4m3"
