@@ -25,9 +25,11 @@ from typing import get_args
 
 import torch
 
-from antiphon.benchmarks.kv_sides import MIB, Plan, Sender, Way, raw_bytes, receive
+from antiphon.benchmarks.kv_sender import Sender
+from antiphon.benchmarks.kv_sides import MIB, Plan, Way, raw_bytes, receive
 from antiphon.benchmarks.records import Record, append_records, checkout_commit, now
 from antiphon.kernels.ipc.run_copy import BLOCKS
+from antiphon.model.config import preset
 
 DESCRIPTOR_BYTES = 4 * MIB
 
@@ -126,7 +128,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tokens", default="1024,8192,32768,131072")
     parser.add_argument("--chunk-tokens", type=int, default=8192)
-    parser.add_argument("--layer-groups", type=int, default=4)
+    parser.add_argument("--layer-groups", type=int, help="default: 4, or as many as the model has layers for")
     parser.add_argument("--way", choices=get_args(Way), help="default: mapped on GPUs, staged on the CPU")
     parser.add_argument("--slots", type=int, default=4, help="of --way staged")
     parser.add_argument("--slot-mib", type=int, default=64, help="of --way staged")
@@ -138,6 +140,11 @@ def main() -> None:
     way: Way = options.way or ("mapped" if options.device == "cuda" else "staged")
     if way == "mapped" and options.device == "cpu":
         parser.error("--way mapped: only GPUs map the pages of another process")
+    shape = preset(options.model)
+    fewest = min(len(shape.full_layers), len(shape.sliding_layers))
+    layer_groups: int = options.layer_groups or min(4, fewest)
+    if not 1 <= layer_groups <= fewest:
+        parser.error(f"--layer-groups {layer_groups}: {options.model} has layers for 1 to {fewest}")
     pairs = [pair.split(":") for pair in options.compute_ms.split(",") if pair]
     for blocks in options.blocks.split(",") if way == "mapped" else ("0",):
         plan = Plan(
@@ -145,7 +152,7 @@ def main() -> None:
             options.device,
             tuple(int(tokens) for tokens in options.tokens.split(",")),
             options.chunk_tokens,
-            options.layer_groups,
+            layer_groups,
             way,
             options.slots,
             options.slot_mib,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.benchmarks.kv_sides import pace
+from antiphon.benchmarks.kv_sender import pace
 from antiphon.protocol.rank_messages import StepMark
 
 
