@@ -22,7 +22,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 CPU_ROWS = (1, 8, 64)
 WIDTH = 2880
 EPS = 1e-5
-ONE_SHOT, PUSHED, TWO_SHOT = "peer memory, one launch", "peer memory, pushed", "peer memory, two-shot"
+ONE_SHOT, TWO_SHOT = "peer memory, one launch", "peer memory, two-shot"
 LIBRARY = "library, add and norm"
 
 Launch = Callable[[], Tensor]
@@ -39,7 +39,6 @@ def sums(rank: Rank) -> None:
     if rank.fast:
         fused = {
             ONE_SHOT: rank.fused(ReduceLimits(max(rows_of)), WIDTH),
-            PUSHED: rank.fused(ReduceLimits(0, pushed_rows=max(rows_of)), WIDTH),
             TWO_SHOT: rank.fused(ReduceLimits(0, max(rows_of)), WIDTH),
         }
     weight = torch.randn(WIDTH, device=rank.device).bfloat16()
@@ -115,11 +114,11 @@ def crossovers(records: list[Record]) -> ReduceLimits:
             by_rows.setdefault(record.batch, {})[record.kernel or ""] = record.value
     for rows, values in sorted(by_rows.items()):
         best[rows] = min(values, key=lambda name: values[name])
-    order, at = (ONE_SHOT, PUSHED, TWO_SHOT), 0
+    order, at = (ONE_SHOT, TWO_SHOT), 0
     limits = dict.fromkeys(order, 0)
     for rows, name in best.items():
         if name not in order[at:]:
             break
         at = order.index(name)
         limits[name] = rows
-    return ReduceLimits(limits[ONE_SHOT], limits[TWO_SHOT], limits[PUSHED])
+    return ReduceLimits(limits[ONE_SHOT], limits[TWO_SHOT])

@@ -15,7 +15,7 @@ from antiphon.kernels.cuda_library import CudaLibrary
 _HERE = Path(__file__).parent
 LIBRARY = CudaLibrary(
     "peer_reduce",
-    (_HERE / "one_shot.cu", _HERE / "pushed.cu", _HERE / "two_shot.cu"),
+    (_HERE / "one_shot.cu", _HERE / "two_shot.cu"),
     headers=(_HERE / "peer_reduce.cuh",),
 )
 MAX_RANKS = 8
@@ -34,7 +34,6 @@ def library() -> ctypes.CDLL:
     tensors = (pointer,) * 5
     sizes = (ctypes.c_float, *(number,) * 5, pointer)
     found.antiphon_one_shot_add_norm.argtypes = [pointer, pointer, *tensors, *sizes]
-    found.antiphon_pushed_add_norm.argtypes = found.antiphon_one_shot_add_norm.argtypes
     found.antiphon_two_shot_add_norm.argtypes = [pointer, pointer, pointer, pointer, *tensors, *sizes]
     return found
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from antiphon.kernels.collectives.one_shot import OneShotReduce, peer_bytes
-from antiphon.kernels.collectives.pushed import PushedReduce, pushed_bytes
 from antiphon.kernels.collectives.two_shot import TwoShotReduce, two_shot_bytes
 from antiphon.kernels.ipc.memory import CudaIpcMemory, IpcMemory, IpcMemoryError
 from antiphon.model.parallel.communicator import Communicator
@@ -171,7 +170,7 @@ def _timeout_s(store: Store) -> float:
 
 
 class FusedReduce:
-    """Sum over ranks, residual and norm in one launch, in one of three ways by the number of rows.
+    """Sum over ranks, residual and norm in one launch, in one of two ways by the number of rows.
 
     Which, and up to how many rows, ``limits`` says; all ranks decide alike, by the number of rows alone.
 
@@ -193,13 +192,10 @@ class FusedReduce:
             self._memory.append(PeerMemory(store, rank, ranks, size_bytes, on_device))
             return self._memory[-1].addresses
 
-        self._ways: list[OneShotReduce | PushedReduce | TwoShotReduce] = []
+        self._ways: list[OneShotReduce | TwoShotReduce] = []
         if rows := limits.one_shot_rows:
             memory = shared(peer_bytes(rows, width, ranks))
             self._ways.append(OneShotReduce(memory, rank, rows, width, device))
-        if rows := limits.pushed_rows:
-            memory = shared(pushed_bytes(rows, width, ranks))
-            self._ways.append(PushedReduce(memory, rank, rows, width, device))
         if rows := limits.two_shot_rows:
             memory = shared(two_shot_bytes(rows, width, ranks))
             self._ways.append(TwoShotReduce(memory, rank, rows, width, device))

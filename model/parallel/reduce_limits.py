@@ -2,9 +2,8 @@
 
 ``python -m antiphon.benchmarks.rank_steps --parts sums`` measures all ways over all sizes and prints the
 limits that belong here. Of two ranks they were: on two H200s one shot takes 6.5 us for one row and 211 us for
-8,192, NCCL with a fused add and norm 11.7 and 231, two shots more than either; rows written to the others
-instead of read from them have not been measured. Of more ranks none has been measured yet: 64 rows are half
-of what a decode step may have.
+8,192, NCCL with a fused add and norm 11.7 and 231, two shots more than either. Of more ranks none has been
+measured yet: 64 rows are half of what a decode step may have.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from antiphon.kernels.collectives.one_shot import peer_bytes
-from antiphon.kernels.collectives.pushed import pushed_bytes
 from antiphon.kernels.collectives.two_shot import two_shot_bytes
 
 
@@ -23,22 +21,19 @@ class ReduceLimits:
     Attributes:
         one_shot_rows: up to here every rank reads every rank's rows.
         two_shot_rows: beyond, up to here, each row is summed by one rank; 0 for never.
-        pushed_rows: between these two, up to here, every rank writes its rows to every rank; 0 for never.
     """
 
     one_shot_rows: int
     two_shot_rows: int = 0
-    pushed_rows: int = 0
 
     @property
     def max_rows(self) -> int:
         """Most rows that take one launch."""
-        return max(self.one_shot_rows, self.pushed_rows, self.two_shot_rows)
+        return max(self.one_shot_rows, self.two_shot_rows)
 
     def shared_bytes(self, width: int, ranks: int) -> int:
         """Of each rank's GPU, for sums of rows of so many columns."""
-        shared = peer_bytes(self.one_shot_rows, width, ranks) + pushed_bytes(self.pushed_rows, width, ranks)
-        return shared + two_shot_bytes(self.two_shot_rows, width, ranks)
+        return peer_bytes(self.one_shot_rows, width, ranks) + two_shot_bytes(self.two_shot_rows, width, ranks)
 
 
 BY_RANKS: dict[int, ReduceLimits] = {

@@ -5,14 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from antiphon.benchmarks import parts as parts_module
 from antiphon.benchmarks.parts import Log, Part, run
-from antiphon.benchmarks.rank_sums import LIBRARY, ONE_SHOT, PUSHED, TWO_SHOT, crossovers
+from antiphon.benchmarks.rank_sums import LIBRARY, ONE_SHOT, TWO_SHOT, crossovers
 from antiphon.benchmarks.records import Record
 from antiphon.benchmarks.two_gpus import cpu_parts, gpu_parts, main
 from antiphon.model.parallel.reduce_limits import BY_RANKS, ReduceLimits, limits_of
@@ -115,13 +114,5 @@ def test_limits_follow_from_what_was_fastest() -> None:
     assert crossovers(records) == ReduceLimits(64, 256)
     assert crossovers([record for record in records if record.kernel != TWO_SHOT]) == ReduceLimits(64)
     assert ReduceLimits(64, 256).max_rows == 256
-    pushed = [
-        replace(record, value=record.value - 2, kernel=PUSHED)
-        for record in records
-        if record.kernel == ONE_SHOT and record.batch != 1
-    ]
-    assert crossovers([*records, *pushed]) == ReduceLimits(1, 256, pushed_rows=64)
-    among = [record for record in [*records, *pushed] if record.kernel in (ONE_SHOT, PUSHED)]
-    assert crossovers(among) == ReduceLimits(1, pushed_rows=4096)
     assert limits_of(2) == BY_RANKS[2]
     assert limits_of(3) == BY_RANKS[4]

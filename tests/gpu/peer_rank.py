@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.collectives.one_shot import OneShotReduce, peer_bytes
-from antiphon.kernels.collectives.pushed import PushedReduce, pushed_bytes
 from antiphon.kernels.collectives.two_shot import TwoShotReduce, two_shot_bytes
 from antiphon.kernels.ipc.memory import CudaIpcMemory
 from antiphon.model.parallel.peer_memory import PeerMemory
@@ -28,7 +27,7 @@ def parts_of(rank: int, rows: int) -> Tensor:
     return torch.randint(-4, 5, (rows, WIDTH), generator=generator).bfloat16()
 
 
-def check(reduce: OneShotReduce | PushedReduce | TwoShotReduce, rank: int, ranks: int, rows: int) -> None:
+def check(reduce: OneShotReduce | TwoShotReduce, rank: int, ranks: int, rows: int) -> None:
     """Launch once, then from a graph again and again, with other numbers every time.
 
     Columns move on by one from sum to sum, so rows of another launch would be seen.
@@ -58,18 +57,17 @@ def main(rank: int, ranks: int, port: int) -> None:
     torch.cuda.set_device(device)
     store = open_store(rank, ranks, port=port)
     on_device = CudaIpcMemory(device)
-    sizes = [of(MAX_ROWS, WIDTH, ranks) for of in (peer_bytes, pushed_bytes, two_shot_bytes)]
+    sizes = [of(MAX_ROWS, WIDTH, ranks) for of in (peer_bytes, two_shot_bytes)]
     memory = [PeerMemory(store, rank, ranks, size, on_device) for size in sizes]
     ways = (
         OneShotReduce(memory[0].addresses, rank, MAX_ROWS, WIDTH, device),
-        PushedReduce(memory[1].addresses, rank, MAX_ROWS, WIDTH, device),
-        TwoShotReduce(memory[2].addresses, rank, MAX_ROWS, WIDTH, device),
+        TwoShotReduce(memory[1].addresses, rank, MAX_ROWS, WIDTH, device),
     )
     for rows in (1, 3, 64, 512, MAX_ROWS):
         for way in ways:
             check(way, rank, ranks, rows)
     torch.cuda.synchronize()
-    assert [each.close() for each in memory] == [True] * 3
+    assert [each.close() for each in memory] == [True] * 2
     store.set(f"done-{rank}", "")
     if rank == 0:  # it has the store
         store.wait([f"done-{each}" for each in range(ranks)])

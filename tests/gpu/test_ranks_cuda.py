@@ -25,7 +25,7 @@ def records_of(part: str, out: Path) -> list[dict[str, object]]:
 
 
 def test_a_sum_in_one_launch_is_the_librarys_bit_for_bit(tmp_path: Path) -> None:
-    """In one shot, pushed, and in two, for 1 to 8,192 rows."""
+    """In one shot and in two, for 1 to 8,192 rows."""
     every = records_of("sums", tmp_path / "sums.json")
     records = [record for record in every if str(record["kernel"]).startswith("peer memory")]
     assert len(records) > 20

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from antiphon.kernels import reference
 from antiphon.kernels.collectives.one_shot import peer_bytes
-from antiphon.kernels.collectives.pushed import pushed_bytes
 from antiphon.kernels.collectives.two_shot import two_shot_bytes
 
 EPS, WIDTH, MAX_ROWS = 1e-5, 2880, 5
-WAYS = {"one_shot": peer_bytes, "pushed": pushed_bytes, "two_shot": two_shot_bytes}
+WAYS = {"one_shot": peer_bytes, "two_shot": two_shot_bytes}
 """What each rank shares for a way to sum."""
 
 
@@ -36,7 +35,7 @@ class Ranks:
     def __init__(self, library: Any, way: str, ranks: int) -> None:
         self.library, self.way, self.ranks = library, way, ranks
         size = WAYS[way](MAX_ROWS, WIDTH, ranks)
-        self.rows_bytes = MAX_ROWS * WIDTH * 2 * (2 * ranks if way == "pushed" else 2)
+        self.rows_bytes = MAX_ROWS * WIDTH * 2 * 2
         """Words follow what is summed."""
         self.memory = [torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)]
         self.counts = [torch.zeros(MAX_ROWS, dtype=torch.int32) for _ in range(ranks)]

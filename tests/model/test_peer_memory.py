@@ -219,7 +219,7 @@ def test_the_number_of_rows_alone_chooses_the_way(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(peer_memory, "PeerMemory", Shared)
     monkeypatch.setattr(peer_memory, "CudaIpcMemory", lambda device: None)
-    for name in ("OneShotReduce", "PushedReduce", "TwoShotReduce"):
+    for name in ("OneShotReduce", "TwoShotReduce"):
         monkeypatch.setattr(peer_memory, name, type(name, (Way,), {}))
 
     def taken(limits: ReduceLimits, rows: int) -> str:
@@ -232,16 +232,14 @@ def test_the_number_of_rows_alone_chooses_the_way(monkeypatch: pytest.MonkeyPatc
         x = torch.zeros(rows, 64)
         return str(reduce.add_norm_(x, x, x[0], 1e-5))
 
-    all_three = ReduceLimits(4, 16, pushed_rows=8)
+    both = ReduceLimits(4, 16)
     ways = {
         1: "OneShotReduce",
         4: "OneShotReduce",
-        5: "PushedReduce",
-        9: "TwoShotReduce",
+        5: "TwoShotReduce",
         16: "TwoShotReduce",
     }
-    assert {rows: taken(all_three, rows) for rows in ways} == ways
-    assert taken(ReduceLimits(0, pushed_rows=8), 1) == "PushedReduce"
-    assert taken(ReduceLimits(4, 16), 5) == "TwoShotReduce"
+    assert {rows: taken(both, rows) for rows in ways} == ways
+    assert taken(ReduceLimits(0, 16), 1) == "TwoShotReduce"
     with pytest.raises(ValueError, match="17 rows, the memory is for 1 to 16"):
-        taken(all_three, 17)
+        taken(both, 17)

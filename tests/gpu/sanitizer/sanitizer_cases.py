@@ -18,7 +18,6 @@ from antiphon.kernels.attention.decode import DecodeAttention
 from antiphon.kernels.attention.prefill import prefill_attention
 from antiphon.kernels.attention.prefill_hopper import chunk_rope_and_write, hopper_prefill_attention
 from antiphon.kernels.collectives.one_shot import OneShotReduce, peer_bytes
-from antiphon.kernels.collectives.pushed import PushedReduce, pushed_bytes
 from antiphon.kernels.collectives.two_shot import TwoShotReduce, two_shot_bytes
 from antiphon.kernels.cuda_library import check_launch
 from antiphon.kernels.dense import fp8_projection, norm, rope, skinny
@@ -305,7 +304,7 @@ def _run_copy(machine: Machine) -> None:
 @case("reduce_add_norm")
 def _reduce_add_norm(machine: Machine) -> None:
     """Of one rank, which waits for itself; what several say to each other is beyond these tools."""
-    ways = (OneShotReduce, peer_bytes), (PushedReduce, pushed_bytes), (TwoShotReduce, two_shot_bytes)
+    ways = (OneShotReduce, peer_bytes), (TwoShotReduce, two_shot_bytes)
     sizes = {kind: bytes_of(3, DIM, 1) for kind, bytes_of in ways}
     for kind, size_bytes in sizes.items():
         memory = torch.zeros(size_bytes, dtype=torch.uint8).to(machine.device)
