@@ -98,13 +98,13 @@ def plan_runs(
     layout: GroupLayout,
     source: Shard,
     destination: Shard,
-    pages: Sequence[tuple[int, int]],
+    pages: Sequence[tuple[int, int]] | NDArray[np.int64],
     layers: range,
 ) -> NDArray[np.int64]:
     """The runs that one source rank sends to one destination rank.
 
     Args:
-        pages: (source page, destination page) pairs; no destination page twice.
+        pages: (source page, destination page) pairs, or ``page_pairs`` of them; no destination page twice.
         layers: layers of the group to send, a contiguous range.
 
     Returns:
@@ -112,34 +112,57 @@ def plan_runs(
         beginning of each side's memory of this group; N may be 0. Over all source ranks, every byte of
         ``layers`` of each destination page is written exactly once.
     """
-    shared = _shared_heads(layout, source, destination)
-    if not shared or not pages or not layers:
+    part = _part(layout, source, destination, layers) if layers else None
+    if part is None or not len(pages):
         return np.empty((0, 3), dtype=np.int64)
+    pairs = pages if isinstance(pages, np.ndarray) else page_pairs(pages)
+    runs = np.empty((len(pairs), len(part.places), 3), dtype=np.int64)
+    runs[:, :, :2] = (pairs * part.page_bytes)[:, None] + part.places
+    runs[:, :, 2] = part.length
+    flat = runs.reshape(-1, 3)
+    return merge_runs(flat) if part.whole_pages else flat
+
+
+def page_pairs(pages: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """[N, 2] of (source page, destination page) pairs, in the order in which neighbours can be joined."""
+    return np.fromiter(chain.from_iterable(sorted(pages)), np.int64, 2 * len(pages)).reshape(-1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank sends another of each page: runs of one length."""
+
+    page_bytes: NDArray[np.int64]
+    """[2]: of a page on either side."""
+    places: NDArray[np.int64]
+    """[R, 2]: where the runs begin in a page."""
+    length: int
+    whole_pages: bool
+    """On both sides, so that neighbouring pages may be one run."""
+
+
+@lru_cache(maxsize=1024)
+def _part(layout: GroupLayout, source: Shard, destination: Shard, layers: range) -> _Part | None:
+    """None where nothing goes from the one to the other."""
     mine, theirs = layout.heads(source), layout.heads(destination)
-    pairs = np.fromiter(chain.from_iterable(sorted(pages)), np.int64, 2 * len(pages)).reshape(-1, 2)
+    shared = [
+        head
+        for head in theirs
+        if head in mine and layout.sender(head, source.tensor_parallel, destination.rank) == source.rank
+    ]
+    if not shared:
+        return None
     # Where either side has heads between those of two layers, no run goes on in the next one.
     joined = len(layers) if len(shared) == len(mine) == len(theirs) else 1
     layer = np.arange(layers.start, layers.stop, joined, dtype=np.int64)
-    runs = np.empty((len(pairs), len(layer), 3), dtype=np.int64)
-    for column, heads, page_bytes in (
-        (0, mine, layout.page_bytes(source)),
-        (1, theirs, layout.page_bytes(destination)),
-    ):
-        in_page = (layer * len(heads) + (shared[0] - heads.start)) * layout.head_bytes
-        runs[:, :, column] = pairs[:, column, None] * page_bytes + in_page
-    runs[:, :, 2] = joined * len(shared) * layout.head_bytes
-    flat = runs.reshape(-1, 3)
-    return merge_runs(flat) if joined == layout.layers else flat
-
-
-@lru_cache(maxsize=256)
-def _shared_heads(layout: GroupLayout, source: Shard, destination: Shard) -> tuple[int, ...]:
-    """Heads that one rank sends to another, in order."""
-    mine = layout.heads(source)
-    return tuple(
-        head
-        for head in layout.heads(destination)
-        if head in mine and layout.sender(head, source.tensor_parallel, destination.rank) == source.rank
+    places = [
+        (layer * len(heads) + (shared[0] - heads.start)) * layout.head_bytes for heads in (mine, theirs)
+    ]
+    return _Part(
+        np.array([layout.page_bytes(source), layout.page_bytes(destination)], dtype=np.int64),
+        np.stack(places, axis=1),
+        joined * len(shared) * layout.head_bytes,
+        joined == layout.layers,
     )
 
 

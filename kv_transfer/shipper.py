@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from antiphon.kv_transfer.checksum import crc32_of
 from antiphon.kv_transfer.handshake import PeerKv, RankPages
-from antiphon.kv_transfer.plan import GroupLayout, plan_runs
+from antiphon.kv_transfer.plan import GroupLayout, page_pairs, plan_runs
 from antiphon.kv_transfer.ranks import Shipped
 from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
 from antiphon.kv_transfer.transport import Copies, DeviceEvent
@@ -44,6 +47,7 @@ class Shipper:
         self._layer_groups = layer_groups
         self._epoch = epoch
         self._verify_checksums = verify_checksums
+        self._last_pairs: dict[str, tuple[tuple[tuple[int, int], ...], NDArray[np.int64]]] = {}
 
     def ship(
         self,
@@ -149,10 +153,19 @@ class Shipper:
 
     def _copies(self, order: ShipOrder, rank: RankPages) -> list[Copies]:
         copies = []
-        for group, pairs in (("full", order.full), ("sliding", order.sliding)):
-            layout = self._layouts[group]
+        for group, pages in (("full", order.full), ("sliding", order.sliding)):
+            if not pages:
+                continue
+            pairs, layout = self._page_pairs(group, pages), self._layouts[group]
             layers = layer_range(layout.layers, order.layer_group, self._layer_groups)
             runs = plan_runs(layout, self._pages.shard, rank.shard, pairs, layers)
             if len(runs):
                 copies.append(Copies(self._pages.spans[group], rank.spans[group], runs))
         return copies
+
+    def _page_pairs(self, group: str, pages: tuple[tuple[int, int], ...]) -> NDArray[np.int64]:
+        """See ``page_pairs``; all layer groups and ranks of a chunk have the same."""
+        last = self._last_pairs.get(group)
+        if last is None or last[0] != pages:
+            last = self._last_pairs[group] = pages, page_pairs(pages)
+        return last[1]
