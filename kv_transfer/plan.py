@@ -104,7 +104,7 @@ def plan_runs(
     """The runs that one source rank sends to one destination rank.
 
     Args:
-        pages: (source page, destination page) pairs, or ``page_pairs`` of them; no destination page twice.
+        pages: (source page, destination page) pairs, or ``ordered_pairs`` of them; no destination page twice.
         layers: layers of the group to send, a contiguous range.
 
     Returns:
@@ -115,7 +115,7 @@ def plan_runs(
     part = _part(layout, source, destination, layers) if layers else None
     if part is None or not len(pages):
         return np.empty((0, 3), dtype=np.int64)
-    pairs = pages if isinstance(pages, np.ndarray) else page_pairs(pages)
+    pairs = pages if isinstance(pages, np.ndarray) else ordered_pairs(pages)
     runs = np.empty((len(pairs), len(part.places), 3), dtype=np.int64)
     runs[:, :, :2] = (pairs * part.page_bytes)[:, None] + part.places
     runs[:, :, 2] = part.length
@@ -123,7 +123,7 @@ def plan_runs(
     return merge_runs(flat) if part.whole_pages else flat
 
 
-def page_pairs(pages: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+def ordered_pairs(pages: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
     """[N, 2] of (source page, destination page) pairs, in the order in which neighbours can be joined."""
     return np.fromiter(chain.from_iterable(sorted(pages)), np.int64, 2 * len(pages)).reshape(-1, 2)
 

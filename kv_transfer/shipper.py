@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from antiphon.kv_transfer.checksum import crc32_of
 from antiphon.kv_transfer.handshake import PeerKv, RankPages
-from antiphon.kv_transfer.plan import GroupLayout, page_pairs, plan_runs
+from antiphon.kv_transfer.plan import GroupLayout, ordered_pairs, plan_runs
 from antiphon.kv_transfer.ranks import Shipped
 from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
 from antiphon.kv_transfer.transport import Copies, DeviceEvent
@@ -156,16 +156,16 @@ class Shipper:
         for group, pages in (("full", order.full), ("sliding", order.sliding)):
             if not pages:
                 continue
-            pairs, layout = self._page_pairs(group, pages), self._layouts[group]
+            pairs, layout = self._pairs(group, pages), self._layouts[group]
             layers = layer_range(layout.layers, order.layer_group, self._layer_groups)
             runs = plan_runs(layout, self._pages.shard, rank.shard, pairs, layers)
             if len(runs):
                 copies.append(Copies(self._pages.spans[group], rank.spans[group], runs))
         return copies
 
-    def _page_pairs(self, group: str, pages: tuple[tuple[int, int], ...]) -> NDArray[np.int64]:
-        """See ``page_pairs``; all layer groups and ranks of a chunk have the same."""
+    def _pairs(self, group: str, pages: tuple[tuple[int, int], ...]) -> NDArray[np.int64]:
+        """See ``ordered_pairs``; all layer groups and ranks of a chunk have the same."""
         last = self._last_pairs.get(group)
         if last is None or last[0] != pages:
-            last = self._last_pairs[group] = pages, page_pairs(pages)
+            last = self._last_pairs[group] = pages, ordered_pairs(pages)
         return last[1]
