@@ -63,7 +63,7 @@ test: $(CLIENTS_STAMP) ## Every test that needs no GPU (PYTEST_ARGS= is passed o
 	  $(PY) -m pytest -m 'not gpu' --numprocesses $(TEST_JOBS) $(PYTEST_ARGS)
 
 # PY=python3 uses an interpreter that already has a CUDA build of torch, as on a GPU image.
-test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## The tests that need an H200 (PY= picks the interpreter)
+test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(CLIENTS_STAMP)) ## The tests that need an H200 (PY= picks the interpreter)
 	PYTHONPATH=src $(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
 sanitize-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## Every kernel under compute-sanitizer, on an H200

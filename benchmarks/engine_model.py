@@ -54,7 +54,7 @@ class Bench:
         """An engine for so many sequences of so many tokens each.
 
         Args:
-            chunk_graphs: chunks are replayed, as by a worker of one GPU that is not configured otherwise.
+            chunk_graphs: chunks are replayed, as by a worker that is not configured otherwise.
         """
         pages = -(-tokens // PAGE) + 2
         window = -(-(self.model.config.sliding_window + max(chunk, PAGE)) // PAGE) + 2
