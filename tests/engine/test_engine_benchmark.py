@@ -11,6 +11,7 @@ import torch
 
 from antiphon.benchmarks import engine as benchmark
 from antiphon.benchmarks import engine_decode, engine_host_cost, engine_model
+from antiphon.benchmarks.engine_prompt_cost import LonePrompts, PacedRuntime
 from antiphon.benchmarks.expert_spread import expert_spread, recorded_routing
 from antiphon.benchmarks.floors import (
     Form,
@@ -146,3 +147,31 @@ def test_long_prompts_are_timed_until_it_is_enough() -> None:
 
 def test_the_cost_of_planning_is_measured_without_a_model(monkeypatch: Any) -> None:
     assert 0 < engine_host_cost.step_cost_us(2, steps=5) < 1e5
+
+
+def test_a_device_that_is_told_its_times_says_when_it_stood_still() -> None:
+    runtime = PacedRuntime(chunk_s=10.0, step_s=2.0)
+    chunk = runtime.capture_parts(lambda cut: torch.zeros(1))
+    step = runtime.capture(lambda: torch.zeros(1))
+    runtime.forget()
+    begin = runtime.now()
+    first = runtime.submit(chunk.replay)
+    second = runtime.submit(step.replay)
+    first.wait()
+    assert runtime.now() - begin == pytest.approx(10, abs=0.1)
+    assert runtime.busy_s == 10
+    second.wait()
+    assert runtime.busy_s == 11
+    assert runtime.waited_s - begin == pytest.approx(11, abs=0.1), "one behind the other, without a gap"
+
+
+def test_where_a_lone_prompt_holds_up_the_device() -> None:
+    prompts = LonePrompts(200, layer_groups=2)
+    for case in (prompts.colocated, prompts.prefill, prompts.decode, prompts.both_halves):
+        cost = case()
+        assert 0 < cost.before_us < 1e5
+        assert 0 < cost.after_us < 1e5
+        assert (cost.between_us > 1) == (case == prompts.both_halves), (
+            "it alone must know the first step's end"
+        )
+        assert cost.total_us == cost.before_us + cost.between_us + cost.after_us
