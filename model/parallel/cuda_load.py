@@ -38,7 +38,7 @@ def load_cuda_rank(
         store: the ranks' meeting place, where they exchange the handles of their memory.
         with_unembedding: False for workers that never sample.
         peer_memory: False takes every sum over the communicator.
-        weight_cache: where whole experts are kept that this rank converts; split ones are not.
+        weight_cache: where the experts are kept that this rank converts, whole or its columns of each.
 
     Raises:
         CheckpointError: see ``open_checkpoint`` and ``read_shard``.
@@ -54,10 +54,8 @@ def load_cuda_rank(
         row_reduce = FusedReduce(store, communicator, limits, index.config.hidden_size, device)
     skip = frozenset[TensorKind]() if with_unembedding else frozenset({TensorKind.UNEMBEDDING})
     converted = None
-    shape = layout.shape(index.config)
-    whole = shape.inner_padded == index.config.intermediate_size
-    if whole and takes_hopper_experts(index.config, layout, device):
-        loaded = load_experts(index, shape.experts, device, resident_fp8=resident_fp8, cache=weight_cache)
+    if takes_hopper_experts(index.config, layout, device):
+        loaded = load_experts(index, layout, device, resident_fp8=resident_fp8, cache=weight_cache)
         converted, skip = loaded.layers, skip | EXPERT_KINDS
     return CudaRankTransformer(
         *(index.config, layout, communicator, read_shard(index, layout, skip, device), device),

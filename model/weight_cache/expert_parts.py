@@ -1,4 +1,8 @@
-"""The two files that a rank's converted experts make: which tensors they hold, and back again."""
+"""The two files that a rank's converted experts make: which tensors they hold, and back again.
+
+Ranks that split experts have the first one only. Its tensors are named after the part that it holds, so that
+even under another name it is not taken for another rank's.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +13,43 @@ from torch import Tensor
 
 from antiphon.kernels.moe.fp8_weights import TILE, TILES_K, Fp8Experts, Fp8Matrix
 from antiphon.kernels.moe.mixed import RowExponents
-from antiphon.kernels.moe.streamed import DIM, STAGE_BYTES, STAGES, TILE_ROWS, StreamedExperts
+from antiphon.kernels.moe.streamed import (
+    DIM,
+    STAGE_BLOCKS,
+    STAGE_BYTES,
+    TILE_ROWS,
+    StreamedExperts,
+)
 from antiphon.kernels.reference import MXFP4_BLOCK
 from antiphon.model.converted_experts import ConvertedExperts
 from antiphon.model.weight_cache.weight_file import TensorForm
 
+_STAGE_COLUMNS = STAGE_BLOCKS * MXFP4_BLOCK
 _MATRICES = (("gate_up", 2 * DIM), ("down", DIM))
+"""Of whole experts, with their rows."""
 
 StreamedPart = tuple[StreamedExperts, RowExponents]
 
 
-def streamed_forms(layers: int, experts: int) -> list[TensorForm]:
-    """Of the file that every rank has: MXFP4 in the streaming kernel's order, biases, row exponents."""
+def streamed_forms(layers: int, experts: int, columns: int = DIM, part: str = "") -> list[TensorForm]:
+    """Of the file that every rank has: MXFP4 in the streaming kernel's order, biases, row exponents.
+
+    Args:
+        columns: of the second projection, padding included.
+        part: which part of each expert; empty for whole ones.
+    """
     forms = []
     for layer in range(layers):
-        for name, rows in _MATRICES:
-            at = f"block.{layer}.{name}"
-            packed = (experts, rows // TILE_ROWS, STAGES, STAGE_BYTES)
+        block = f"block.{layer}.{part}." if part else f"block.{layer}."
+        for name, rows, inputs in (("gate_up", 2 * columns, DIM), ("down", DIM, columns)):
+            at = block + name
+            packed = (experts, rows // TILE_ROWS, inputs // _STAGE_COLUMNS, STAGE_BYTES)
             forms += [
                 TensorForm(f"{at}.streamed", packed, torch.uint8),
                 TensorForm(f"{at}.bias", (experts, rows), torch.bfloat16),
                 TensorForm(f"{at}.exponents", (experts, rows), torch.uint8),
             ]
-        forms.append(TensorForm(f"block.{layer}.inexact_blocks", (1,), torch.int64))
+        forms.append(TensorForm(f"{block}inexact_blocks", (1,), torch.int64))
     return forms
 
 
@@ -49,11 +67,9 @@ def streamed_layers(tensors: Iterator[Tensor], layers: int) -> Iterator[Streamed
     """Layer by layer, from tensors in the order of ``streamed_forms``."""
     for _ in range(layers):
         gate_up, gate_up_bias, gate_up_top, down, down_bias, down_top, inexact = _take(tensors, 7)
-        blocks = (gate_up_top.numel() + down_top.numel()) * (DIM // MXFP4_BLOCK)
-        yield (
-            StreamedExperts(gate_up, gate_up_bias, down, down_bias),
-            RowExponents(gate_up_top, down_top, int(inexact), blocks),
-        )
+        experts = StreamedExperts(gate_up, gate_up_bias, down, down_bias)
+        columns = gate_up_top.numel() * DIM + down_top.numel() * experts.columns
+        yield experts, RowExponents(gate_up_top, down_top, int(inexact), columns // MXFP4_BLOCK)
 
 
 def fp8_forms(layers: int, experts: int) -> list[TensorForm]:

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,10 @@ from antiphon.kernels.reference import ExpertMatrix
 from antiphon.model.checkpoint.index import CheckpointIndex
 from antiphon.model.checkpoint.read import ParameterReader
 from antiphon.model.converted_experts import ConvertedExperts
+from antiphon.model.parallel.layout import ParallelLayout
+from antiphon.model.parallel.sharding import assemble
 from antiphon.model.weight_cache import expert_parts as parts
+from antiphon.model.weight_cache.expert_share import ExpertShare
 from antiphon.model.weight_cache.fingerprint import expert_fingerprint
 from antiphon.model.weight_cache.store import NoRoomError, WeightCache
 from antiphon.model.weight_cache.weight_file import (
@@ -70,39 +74,42 @@ class _Part:
 
 def load_experts(
     index: CheckpointIndex,
-    experts: range,
+    held: range | ParallelLayout,
     device: torch.device,
     *,
     resident_fp8: bool,
     cache: WeightCache | None,
 ) -> LoadedExperts:
-    """Every layer's experts ``experts`` on a device.
+    """Every layer's experts on a device, as far as they are held there.
 
     Args:
-        resident_fp8: their FP8 tiles too.
+        held: ids of experts that are held whole; or the layout of a rank, which holds some of them whole or
+            columns of each.
+        resident_fp8: their FP8 tiles too, which only whole ones have.
         cache: None converts, and keeps nothing.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
+        ConfigError: the model cannot be spread this way.
         ValueError: its shapes are not those that the Hopper kernels are made for.
     """
     begin = time.perf_counter()
-    loaded = _load(index, experts, device, resident_fp8, cache)
-    seconds = time.perf_counter() - begin
-    _log.info("experts %d to %d: %s in %.1f s", experts.start, experts.stop - 1, loaded.origin, seconds)
+    share = ExpertShare.of(index.config, held)
+    loaded = _load(index, share, device, resident_fp8 and share.layout is None, cache)
+    _log.info("%s: %s in %.1f s", share, loaded.origin, time.perf_counter() - begin)
     return loaded
 
 
 def _load(
     index: CheckpointIndex,
-    experts: range,
+    share: ExpertShare,
     device: torch.device,
     resident_fp8: bool,
     cache: WeightCache | None,
 ) -> LoadedExperts:
     if cache is None:
-        return LoadedExperts(list(_convert(index, experts, device, resident_fp8)), Origin.CONVERTED)
-    files = _parts(index, experts, resident_fp8, cache)
+        return LoadedExperts(list(_convert(index, share, device, resident_fp8)), Origin.CONVERTED)
+    files = _parts(index, share, resident_fp8, cache)
     if all(part.path.exists() for part in files):
         found = _read(files, index.config.num_hidden_layers, device, cache)
         if found is not None:
@@ -110,16 +117,16 @@ def _load(
     writing = _Writing(files, cache, device)
     layers = []
     with writing:
-        for layer in _convert(index, experts, device, resident_fp8):
+        for layer in _convert(index, share, device, resident_fp8):
             layers.append(layer)
             writing.add(layer)
     return LoadedExperts(layers, Origin.CONVERTED_AND_CACHED if writing.complete else Origin.CONVERTED)
 
 
-def _parts(index: CheckpointIndex, experts: range, resident_fp8: bool, cache: WeightCache) -> list[_Part]:
-    layers, count = index.config.num_hidden_layers, len(experts)
-    name = f"{expert_fingerprint(index)}-v{FORMAT_VERSION}-experts-{experts.start}-{experts.stop}"
-    streamed = parts.streamed_forms(layers, count)
+def _parts(index: CheckpointIndex, share: ExpertShare, resident_fp8: bool, cache: WeightCache) -> list[_Part]:
+    layers, count = index.config.num_hidden_layers, len(share.experts)
+    name = f"{expert_fingerprint(index)}-v{FORMAT_VERSION}-{share.name}"
+    streamed = parts.streamed_forms(layers, count, share.columns_held, share.part)
     found = [_Part(cache.path(f"{name}-streamed"), streamed, parts.streamed_tensors)]
     if resident_fp8:
         found.append(_Part(cache.path(f"{name}-fp8"), parts.fp8_forms(layers, count), parts.fp8_tensors))
@@ -158,15 +165,21 @@ def _read(
 
 
 def _convert(
-    index: CheckpointIndex, experts: range, device: torch.device, resident_fp8: bool
+    index: CheckpointIndex, share: ExpertShare, device: torch.device, resident_fp8: bool
 ) -> Iterator[ConvertedExperts]:
     """Layer by layer, from the checkpoint."""
     parameters = {parameter.name: parameter for parameter in index.parameters}
-    rows = (slice(experts.start, experts.stop),)
+    cut_of = share.cuts(index.config)
     with ParameterReader(index, device) as reader:
+
+        def held(name: str) -> Tensor:
+            parameter = parameters[name]
+            cut, read = cut_of(name, parameter.shape), partial(reader.read, parameter)
+            # A bias that another rank adds is read from nowhere, and its zeros are made on the CPU.
+            return assemble(cut, parameter.shape, reader.dtype(parameter), read).to(device)
+
         for layer in range(index.config.num_hidden_layers):
-            names = (f"block.{layer}.mlp.{leaf}" for leaf in _LEAVES)
-            read = [reader.read(parameters[name], rows) for name in names]
+            read = [held(f"block.{layer}.mlp.{leaf}") for leaf in _LEAVES]
             yield ConvertedExperts.from_checkpoint(
                 *(ExpertMatrix(read[0], read[1]), read[2], ExpertMatrix(read[3], read[4]), read[5]),
                 resident_fp8=resident_fp8,

@@ -12,6 +12,7 @@ from antiphon.model.checkpoint.index import open_checkpoint
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.checkpoint.write import write_checkpoint
 from antiphon.model.config import preset
+from antiphon.model.parallel.layout import ParallelLayout
 from antiphon.model.weight_cache import expert_parts
 from antiphon.model.weight_cache.checksum import checksum
 from antiphon.model.weight_cache.load_experts import Origin, load_experts
@@ -26,9 +27,10 @@ SHAPE = replace(
     num_hidden_layers=2,
     num_experts=8,
     vocab_size=64,
-    num_attention_heads=8,
-    num_key_value_heads=1,
+    num_attention_heads=16,
+    num_key_value_heads=2,
 )
+SPLIT = ParallelLayout(2, rank=1)
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +55,23 @@ def test_what_is_read_back_is_what_was_converted(checkpoint: Path, tmp_path: Pat
         assert other.streamed.gate_up.is_cuda
 
 
-def test_a_gpu_and_a_cpu_convert_to_the_same_bits(checkpoint: Path) -> None:
+def test_a_ranks_columns_are_read_back_as_they_were_converted(checkpoint: Path, tmp_path: Path) -> None:
+    index, cache = open_checkpoint(checkpoint), WeightCache(tmp_path / "cache", 1 << 40)
+    device = torch.device("cuda")
+    first, second = (load_experts(index, SPLIT, device, resident_fp8=False, cache=cache) for _ in range(2))
+    assert (first.origin, second.origin) == (Origin.CONVERTED_AND_CACHED, Origin.CACHE)
+    for one, other in zip(first.layers, second.layers, strict=True):
+        pairs = zip(expert_parts.streamed_tensors(one), expert_parts.streamed_tensors(other), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+        assert one.inexact == other.inexact
+        assert other.streamed.gate_up.is_cuda
+
+
+@pytest.mark.parametrize("held", [range(2), SPLIT], ids=["whole", "split"])
+def test_a_gpu_and_a_cpu_convert_to_the_same_bits(checkpoint: Path, held: range | ParallelLayout) -> None:
     index = open_checkpoint(checkpoint)
     on_gpu, on_cpu = (
-        load_experts(index, range(2), torch.device(device), resident_fp8=False, cache=None).layers[0]
+        load_experts(index, held, torch.device(device), resident_fp8=False, cache=None).layers[0]
         for device in ("cuda", "cpu")
     )
     tensors = zip(expert_parts.streamed_tensors(on_gpu), expert_parts.streamed_tensors(on_cpu), strict=True)

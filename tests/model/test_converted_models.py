@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -105,25 +105,30 @@ def test_the_ranks_of_dealt_out_experts(checkpoint: Path, tmp_path: Path) -> Non
         assert_all_equal([in_memory, *loaded])
 
 
-def test_the_ranks_of_split_experts_convert_their_columns_and_keep_nothing(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_the_ranks_of_split_experts(checkpoint: Path, tmp_path: Path) -> None:
     cache = WeightCache(tmp_path, 1 << 40)
     store: Any = None
     for rank in range(2):
-        group: Any = SimpleNamespace(rank=rank, size=2)
-        loaded = rank_load.load_cuda_rank(
-            *(checkpoint, ParallelLayout(2, rank=rank), group, store, CPU),
-            peer_memory=False,
-            resident_fp8=True,
-            weight_cache=cache,
-        )
-        assert isinstance(loaded._experts, rank_experts.HopperRankExperts)
-        assert loaded._experts.road == "Hopper", "FP8 tiles are of whole experts"
-        layers = loaded._experts._layers
-        assert {(layer.streamed.columns, layer.fp8) for layer in layers} == {(1536, None)}
-        assert bool(layers[0].streamed.down_bias.any()) == (rank == 0)
-    assert not cache.files()
+        layout, group = ParallelLayout(2, rank=rank), cast(Any, SimpleNamespace(rank=rank, size=2))
+        loaded = [
+            rank_load.load_cuda_rank(
+                *(checkpoint, layout, group, store, CPU),
+                peer_memory=False,
+                resident_fp8=True,
+                weight_cache=each,
+            )
+            for each in (None, cache, cache)
+        ]
+        assert len(cache.files()) == rank + 1
+        shard = read_shard(open_checkpoint(checkpoint), layout)
+        in_memory = rank_transformer.CudaRankTransformer(SHAPE, layout, group, shard, CPU)
+        assert_all_equal([in_memory, *loaded])
+        for model in loaded:
+            assert isinstance(model._experts, rank_experts.HopperRankExperts)
+            assert model._experts.road == "Hopper", "FP8 tiles are of whole experts"
+            (layer,) = model._experts._layers
+            assert (layer.streamed.columns, layer.fp8) == (1536, None)
+            assert bool(layer.streamed.down_bias.any()) == (rank == 0)
 
 
 def test_converted_experts_are_refused_where_they_are_of_no_use(checkpoint: Path) -> None:
