@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
-from antiphon.engine.pages import AccountingError, Hold, PagePool, PageState
+from antiphon.engine.pages import AccountingError, Hold, PagePool
 from antiphon.engine.prefix_cache import PrefixCache, PrefixHit, window_first_page
 from antiphon.engine.requests import RequestKind
 from antiphon.engine.sequence import PageTable, Sequence, SequenceStatus
@@ -71,9 +71,8 @@ class SequencePages:
     def can_admit(self, sequence: Sequence, hit: PrefixHit, first_chunk: int, spare: int) -> bool:
         """Whether ``admit`` would find enough pages and leave ``spare`` full ones for those who run."""
         table, new_full, new_sliding = self._admission(sequence, hit, first_chunk)
-        return new_full + spare <= _available_beside(
-            self.full, table.full
-        ) and new_sliding <= _available_beside(self.sliding, table.sliding)
+        fits = new_full + spare <= self.full.available_beside(table.full)
+        return fits and new_sliding <= self.sliding.available_beside(table.sliding)
 
     def admit(self, sequence: Sequence, hit: PrefixHit, first_chunk: int) -> None:
         """Give a queued sequence its pages: the hit's, shared, and new ones.
@@ -83,8 +82,7 @@ class SequencePages:
         """
         table, new_full, new_sliding = self._admission(sequence, hit, first_chunk)
         for pool, shared in ((self.full, table.full), (self.sliding, table.sliding)):
-            for page in shared:
-                pool.share(page)
+            pool.share(shared)
         remote = sequence.kind is RequestKind.REMOTE_KV and hit.tokens < sequence.kv_target
         hold = Hold.RESERVED if remote else Hold.USED
         table.full += self.full.allocate(new_full, hold)
@@ -314,8 +312,3 @@ class SequencePages:
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
-
-
-def _available_beside(pool: PagePool, shared: Iterable[int]) -> int:
-    """Pages that can be allocated after ``shared`` were taken out of the cache."""
-    return pool.available - sum(pool.state(page) is PageState.CACHED for page in shared)

@@ -52,15 +52,13 @@ class Hold(IntEnum):
     QUARANTINED = 3
 
 
-_STATE_OF_HOLD = {
-    Hold.USED: PageState.USED,
-    Hold.RESERVED: PageState.RESERVED,
-    Hold.PINNED: PageState.PINNED,
-    Hold.QUARANTINED: PageState.QUARANTINED,
-}
-_LAST_KIND_FIRST = tuple(reversed(Hold))
-"""The last kind that a page is held by says its state. Walking the enumeration itself costs ten times as
-much, and pages change state by the thousand."""
+_STATE_OF_HOLD = (PageState.USED, PageState.RESERVED, PageState.PINNED, PageState.QUARANTINED)
+"""By kind of hold."""
+_BITS = 24
+"""A page's holds are one number, so many bits for each kind: pages change hands by the thousand, and nearly
+always one hold of one kind takes the place of another, which is then one comparison and one assignment."""
+_ONE = tuple(1 << (_BITS * kind) for kind in Hold)
+_MOST = (1 << _BITS) - 1
 
 
 class PagePool:
@@ -71,9 +69,8 @@ class PagePool:
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
-        self._holds: list[list[int]] = [[0] * len(Hold) for _ in range(pages)]
+        self._holds = [0] * pages
         self._total_holds = 0
-        self._state = [PageState.FREE] * pages
         self._count: dict[str, int] = {state.value: 0 for state in PageState}
         self._count[PageState.FREE] = pages
         self._free = list(range(pages - 1, -1, -1))
@@ -88,9 +85,17 @@ class PagePool:
         """Pages that ``allocate`` could hand out now."""
         return len(self._free) + len(self._cached)
 
+    def available_beside(self, pages: Iterable[int]) -> int:
+        """Pages that ``allocate`` could hand out after these were shared."""
+        cached = self._cached
+        return self.available - sum(page in cached for page in pages)
+
     def state(self, page: int) -> PageState:
         """The state of one page."""
-        return self._state[page]
+        holds = self._holds[page]
+        if holds:
+            return _state_of(holds)
+        return PageState.CACHED if page in self._cached else PageState.FREE
 
     def counts(self) -> dict[str, int]:
         """Pages by state; the sum is always ``pages``."""
@@ -110,37 +115,53 @@ class PagePool:
         """
         if count > self.available:
             raise AccountingError(f"{count} pages asked for, {self.available} available")
-        taken = []
-        for _ in range(count):
-            if self._free:
-                page = self._free.pop()
-            else:
-                page, _ = self._cached.popitem(last=False)
-                del self._page_of[self._key_of.pop(page)]
-            self._add_hold(page, hold, 1)
-            self._settle(page)
+        free = min(count, len(self._free))
+        rest = len(self._free) - free
+        taken = self._free[rest:]
+        taken.reverse()  # from the end of the list
+        del self._free[rest:]
+        for _ in range(count - free):
+            page, _ = self._cached.popitem(last=False)
+            del self._page_of[self._key_of.pop(page)]
             taken.append(page)
+        holds, one = self._holds, _ONE[hold]
+        for page in taken:
+            holds[page] = one
+        self._total_holds += count
+        self._count[PageState.FREE] -= free
+        self._count[PageState.CACHED] -= count - free
+        self._count[_STATE_OF_HOLD[hold]] += count
         return taken
 
-    def share(self, page: int, hold: Hold = Hold.USED) -> None:
-        """Add a hold to a page whose content is complete.
+    def share(self, pages: Iterable[int], hold: Hold = Hold.USED) -> None:
+        """Add a hold to pages whose content is complete.
 
         Raises:
-            IllegalTransition: the page is free or still being written by a peer.
+            IllegalTransition: a page is free or still being written by a peer.
         """
-        if self._state[page] in (PageState.FREE, PageState.RESERVED):
-            raise IllegalTransition(f"page {page} is {self._state[page]} and cannot be shared")
-        self._cached.pop(page, None)
-        self._add_hold(page, hold, 1)
-        self._settle(page)
+        holds, cached, one = self._holds, self._cached, _ONE[hold]
+        taken = 0
+        for page in pages:
+            if page in cached:
+                del cached[page]
+                holds[page] = one
+                taken += 1
+                continue
+            state = self.state(page)
+            if state is PageState.FREE or state is PageState.RESERVED:
+                raise IllegalTransition(f"page {page} is {state} and cannot be shared")
+            self._add_hold(page, state, hold)
+        self._total_holds += taken
+        self._count[PageState.CACHED] -= taken
+        self._count[_STATE_OF_HOLD[hold]] += taken
 
     def quarantine(self, pages: Iterable[int]) -> None:
         """Add a QUARANTINED hold to held pages, reserved ones included; the other hold is dropped next."""
         for page in pages:
-            if not any(self._holds[page]):
-                raise IllegalTransition(f"page {page} is {self._state[page]} and nothing to quarantine")
-            self._add_hold(page, Hold.QUARANTINED, 1)
-            self._settle(page)
+            state = self.state(page)
+            if not self._holds[page]:
+                raise IllegalTransition(f"page {page} is {state} and nothing to quarantine")
+            self._add_hold(page, state, Hold.QUARANTINED)
 
     def convert(self, pages: Iterable[int], old: Hold, new: Hold) -> None:
         """Turn one hold of each page into another kind.
@@ -148,10 +169,16 @@ class PagePool:
         Raises:
             IllegalTransition: a page has no such hold.
         """
+        holds, before, after = self._holds, _ONE[old], _ONE[new]
+        alone = 0
         for page in pages:
-            self._take_hold(page, old)
-            self._add_hold(page, new, 1)
-            self._settle(page)
+            if holds[page] == before:
+                holds[page] = after
+                alone += 1
+            else:
+                self._add_hold(page, self._take_hold(page, old), new)
+        self._count[_STATE_OF_HOLD[old]] -= alone
+        self._count[_STATE_OF_HOLD[new]] += alone
 
     def drop(self, pages: Iterable[int], hold: Hold, *, cold: bool = False) -> None:
         """Give up one hold of each page. Pages dropped first are evicted first; ``cold`` ones before all
@@ -160,29 +187,44 @@ class PagePool:
         Raises:
             IllegalTransition: a page has no such hold.
         """
+        holds, one, keys, cached = self._holds, _ONE[hold], self._key_of, self._cached
+        left_cached = left_free = 0
         for page in pages:
-            self._take_hold(page, hold)
-            if not any(self._holds[page]):
-                if page in self._key_of:
-                    self._cached[page] = None
-                    self._cached.move_to_end(page, last=not cold)
-                else:
-                    self._free.append(page)
-            self._settle(page)
+            if holds[page] != one:
+                self._count[self._take_hold(page, hold)] -= 1
+                self._count[_state_of(holds[page])] += 1
+                continue
+            holds[page] = 0
+            if page in keys:
+                cached[page] = None
+                if cold:
+                    cached.move_to_end(page, last=False)
+                left_cached += 1
+            else:
+                self._free.append(page)
+                left_free += 1
+        self._total_holds -= left_cached + left_free
+        self._count[_STATE_OF_HOLD[hold]] -= left_cached + left_free
+        self._count[PageState.CACHED] += left_cached
+        self._count[PageState.FREE] += left_free
 
-    def publish(self, page: int, key: bytes) -> None:
-        """Say what a held page contains. The first page of equal content keeps the key.
+    def publish(self, pages: Iterable[int], keys: Iterable[bytes]) -> None:
+        """Say what held pages contain, each a key. The first page of equal content keeps the key.
 
         Raises:
-            IllegalTransition: nobody holds the page, a peer may still write it, or it has another key.
+            IllegalTransition: nobody holds a page, a peer may still write it, or it has another key.
         """
-        if self._state[page] in (PageState.FREE, PageState.CACHED, PageState.RESERVED):
-            raise IllegalTransition(f"page {page} is {self._state[page]} and has no content to publish")
-        if self._key_of.get(page, key) != key:
-            raise IllegalTransition(f"page {page} already has other content")
-        if key not in self._page_of:
-            self._page_of[key] = page
-            self._key_of[page] = key
+        holds, key_of, page_of, used = self._holds, self._key_of, self._page_of, _ONE[Hold.USED]
+        for page, key in zip(pages, keys, strict=True):
+            if holds[page] != used:
+                state = self.state(page)
+                if state in (PageState.FREE, PageState.CACHED, PageState.RESERVED):
+                    raise IllegalTransition(f"page {page} is {state} and has no content to publish")
+            if key_of.get(page, key) != key:
+                raise IllegalTransition(f"page {page} already has other content")
+            if key not in page_of:
+                page_of[key] = page
+                key_of[page] = key
 
     def forget(self, pages: Iterable[int]) -> None:
         """Make pages impossible to find: what is in them is not to be trusted. Holds stay as they are."""
@@ -194,7 +236,8 @@ class PagePool:
             if page in self._cached:
                 del self._cached[page]
                 self._free.append(page)
-                self._settle(page)
+                self._count[PageState.CACHED] -= 1
+                self._count[PageState.FREE] += 1
 
     # -------------------------------------------------------------------------------------------- account
 
@@ -207,7 +250,7 @@ class PagePool:
             AccountingError: names a page whose holds differ, or says which list does not add up.
         """
         if sum(expected.values()) != self._total_holds or any(
-            self._holds[page][kind] != holds for (page, kind), holds in expected.items()
+            self._holds_of(page, kind) != holds for (page, kind), holds in expected.items()
         ):
             raise AccountingError(self._difference(expected))
         held = len({page for (page, _), holds in expected.items() if holds})
@@ -218,33 +261,35 @@ class PagePool:
 
     def _difference(self, expected: Mapping[tuple[int, Hold], int]) -> str:
         """The first page and kind whose holds differ from the records."""
-        for page, holds in enumerate(self._holds):
+        for page in range(self.pages):
             for kind in Hold:
-                want = expected.get((page, kind), 0)
-                if holds[kind] != want:
-                    return f"page {page}: {holds[kind]} holds of {kind.name}, {want} accounted for"
+                holds, want = self._holds_of(page, kind), expected.get((page, kind), 0)
+                if holds != want:
+                    return f"page {page}: {holds} holds of {kind.name}, {want} accounted for"
         return f"{self._total_holds} holds counted, {sum(expected.values())} accounted for"
 
-    def _take_hold(self, page: int, hold: Hold) -> None:
-        if self._holds[page][hold] == 0:
-            raise IllegalTransition(f"page {page} ({self._state[page]}) has no hold of {hold.name}")
-        self._add_hold(page, hold, -1)
+    def _holds_of(self, page: int, kind: Hold) -> int:
+        return self._holds[page] >> (_BITS * kind) & _MOST
 
-    def _add_hold(self, page: int, hold: Hold, change: int) -> None:
-        self._holds[page][hold] += change
-        self._total_holds += change
+    def _take_hold(self, page: int, hold: Hold) -> PageState:
+        """Take one hold of a page; returns the state that it had, as one of which it still counts."""
+        state = self.state(page)
+        if not self._holds_of(page, hold):
+            raise IllegalTransition(f"page {page} ({state}) has no hold of {hold.name}")
+        self._holds[page] -= _ONE[hold]
+        self._total_holds -= 1
+        return state
 
-    def _settle(self, page: int) -> None:
-        """Recompute a page's state from its holds."""
-        holds = self._holds[page]
-        for kind in _LAST_KIND_FIRST:
-            if holds[kind]:
-                state = _STATE_OF_HOLD[kind]
-                break
-        else:
-            state = PageState.CACHED if page in self._cached else PageState.FREE
-        if state is self._state[page]:
-            return
-        self._count[self._state[page]] -= 1
-        self._count[state] += 1
-        self._state[page] = state
+    def _add_hold(self, page: int, state: PageState, hold: Hold) -> None:
+        """Give a page, which counts as one of this state, one more hold."""
+        if self._holds_of(page, hold) == _MOST:
+            raise AccountingError(f"page {page}: more than {_MOST} holds of {hold.name}")
+        self._holds[page] += _ONE[hold]
+        self._total_holds += 1
+        self._count[state] -= 1
+        self._count[_state_of(self._holds[page])] += 1
+
+
+def _state_of(holds: int) -> PageState:
+    """The state of a page with holds: the strongest kind of them."""
+    return _STATE_OF_HOLD[(holds.bit_length() - 1) // _BITS]

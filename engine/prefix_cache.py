@@ -79,5 +79,4 @@ class PrefixCache:
         if not self.enabled:
             return
         pool = self._sliding if sliding else self._full
-        for key, page in zip(keys, pages, strict=True):
-            pool.publish(page, key)
+        pool.publish(pages, keys)
