@@ -65,8 +65,14 @@ class SequencePages:
         """The cached prefix that this sequence could start from; its last token is always computed."""
         if not self.prefix.enabled:
             return PrefixHit(0, (), (), 0)
-        keys = sequence.page_keys(sequence.kv_target // self._page_size, self._page_size)
+        keys = sequence.each_page_key(sequence.kv_target // self._page_size, self._page_size)
         return self.prefix.longest_hit(keys)
+
+    def name_pages(self, sequence: Sequence) -> None:
+        """Compute the keys of its whole pages, which are asked for when their content is complete: here
+        because nobody waits for it while the device computes."""
+        if self.prefix.enabled:
+            sequence.page_keys(len(sequence.token_ids) // self._page_size, self._page_size)
 
     def can_admit(self, sequence: Sequence, hit: PrefixHit, first_chunk: int, spare: int) -> bool:
         """Whether ``admit`` would find enough pages and leave ``spare`` full ones for those who run."""

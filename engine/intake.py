@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import struct
 import threading
+from array import array
 from dataclasses import dataclass
 
 from antiphon.engine.grammar import OutputGrammar
 from antiphon.engine.rejection import RequestRejected
 from antiphon.engine.requests import EngineRequest, RequestKind
 from antiphon.engine.settings import EngineSettings
+from antiphon.engine.token_array import bounds, token_array
 from antiphon.protocol.grammar import GrammarSpec
 from antiphon.protocol.messages import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request that passed the checks, with its time of arrival."""
+    """A request that passed the checks, with its time of arrival and its token ids."""
 
     request: EngineRequest
     arrival: int
     submitted_s: float
+    token_ids: array[int]
     grammar: OutputGrammar | None = None
 
 
@@ -74,8 +78,11 @@ class GrammarCompiled:
 Command = Submit | Abort | KvReady | KvLost | Release | ReleaseQuarantined | GrammarCompiled
 
 
-def check_request(request: EngineRequest, settings: EngineSettings) -> None:
+def check_request(request: EngineRequest, settings: EngineSettings) -> array[int]:
     """Whether a request can ever run in an engine of these settings.
+
+    Returns:
+        The token ids of its prompt and output.
 
     Raises:
         RequestRejected: not retryable; says what is wrong.
@@ -87,10 +94,13 @@ def check_request(request: EngineRequest, settings: EngineSettings) -> None:
 
     if not request.prompt_token_ids:
         reject("the prompt is empty")
-    for ids in (request.prompt_token_ids, request.output_token_ids):
-        for token in (min(ids, default=0), max(ids, default=0)):
-            if not 0 <= token < settings.vocab_size:
-                reject(f"token id {token} is not within 0 .. {settings.vocab_size - 1}")
+    try:
+        token_ids = token_array((*request.prompt_token_ids, *request.output_token_ids))
+    except struct.error as error:
+        raise RequestRejected(request.request_id, "a token id is no whole number of 64 bits") from error
+    for token in bounds(token_ids):
+        if not 0 <= token < settings.vocab_size:
+            reject(f"token id {token} is not within 0 .. {settings.vocab_size - 1}")
     # A sequence that samples needs room for one token more.
     longest = settings.max_sequence_tokens - (request.kind is not RequestKind.PREFILL_ONLY)
     if tokens > longest:
@@ -110,6 +120,7 @@ def check_request(request: EngineRequest, settings: EngineSettings) -> None:
         problem = _grammar_problem(request.grammar, request.sampling)
         if problem:
             reject(problem)
+    return token_ids
 
 
 def _sampling_problem(params: SamplingParams, emitted: int, vocabulary: int) -> str | None:
@@ -156,8 +167,14 @@ class Inbox:
         self._queued = 0
         self._arrivals = 0
 
-    def submit(self, request: EngineRequest, now_s: float, grammar: OutputGrammar | None = None) -> None:
-        """Append a checked request.
+    def submit(
+        self,
+        request: EngineRequest,
+        token_ids: array[int],
+        now_s: float,
+        grammar: OutputGrammar | None = None,
+    ) -> None:
+        """Append a checked request and its token ids.
 
         Raises:
             RequestRejected: its id is live, or the queue is full (retryable).
@@ -175,7 +192,7 @@ class Inbox:
             self._live[request.request_id] = request.attempt
             self._queued += 1
             self._arrivals += 1
-            self._append(Submit(request, self._arrivals, now_s, grammar))
+            self._append(Submit(request, self._arrivals, now_s, token_ids, grammar))
 
     def give(
         self, command: Abort | KvReady | KvLost | Release | ReleaseQuarantined | GrammarCompiled

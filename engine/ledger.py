@@ -93,7 +93,7 @@ class Ledger:
 
     def _take(self, command: intake.Submit, now: float) -> list[EngineEvent]:
         request = command.request
-        sequence = Sequence(request, command.arrival, command.submitted_s, command.grammar)
+        sequence = Sequence(request, command.arrival, command.submitted_s, command.grammar, command.token_ids)
         self._sequences[request.request_id] = sequence
         self.scheduler.enqueue(sequence)
         if sequence.deadline_s is not None:

@@ -155,8 +155,12 @@ class EngineLoop:
 
     def _launch(self, plan: StepPlan) -> InFlight | None:
         """Hand the plan to the device; None when there is nothing to compute or to commit."""
-        if not plan.work:
-            return None
+        launched = self._issue(plan) if plan.work else None
+        for sequence in plan.admitted:
+            self._ledger.pages.name_pages(sequence)
+        return launched
+
+    def _issue(self, plan: StepPlan) -> InFlight:
         computed = [work for work in plan.work if work.count]
         if len(computed) < len(plan.work):
             self._announce_cached(plan)
@@ -232,16 +236,16 @@ class EngineLoop:
             RequestRejected: it can never run here (too long, bad ids or parameters, its id is live), or not
                 now (queue full: ``retryable``).
         """
-        intake.check_request(request, self.settings)
+        token_ids = intake.check_request(request, self.settings)
         if request.grammar is None:
-            self._inbox.submit(request, self._clock())
+            self._inbox.submit(request, token_ids, self._clock())
             return
         if self._grammars is None:
             reason = "this engine has no vocabulary to follow a grammar by"
             raise RequestRejected(request.request_id, reason)
         compiling = self._grammars.compile(request.grammar)
         grammar = OutputGrammar(compiling, request.output_token_ids)
-        self._inbox.submit(request, self._clock(), grammar)
+        self._inbox.submit(request, token_ids, self._clock(), grammar)
         compiled = intake.GrammarCompiled(request.request_id)
         compiling.add_done_callback(lambda _: self._inbox.give(compiled))
 

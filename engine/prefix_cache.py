@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from antiphon.engine.pages import PagePool
@@ -41,9 +41,8 @@ def chain_root(cache_salt: str) -> bytes:
 
 def page_key(previous: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a page that follows the prefix ``previous`` and holds ``token_ids``."""
-    digest = hashlib.blake2b(previous, digest_size=16)
-    digest.update(array("q", token_ids).tobytes())
-    return digest.digest()
+    ids = token_ids if isinstance(token_ids, array) else array("q", token_ids)
+    return hashlib.blake2b(previous + ids.tobytes(), digest_size=16).digest()
 
 
 class PrefixCache:
@@ -58,17 +57,20 @@ class PrefixCache:
         self._window = window
         self.enabled = enabled
 
-    def longest_hit(self, keys: Sequence[bytes]) -> PrefixHit:
-        """The longest usable prefix of a chain of keys; takes no hold."""
+    def longest_hit(self, keys: Iterable[bytes]) -> PrefixHit:
+        """The longest usable prefix of a chain of keys, of which it takes no more than are found and one;
+        takes no hold."""
         run: list[int] = []
+        found_keys: list[bytes] = []
         for key in keys if self.enabled else ():
             page = self._full.lookup(key)
             if page is None:
                 break
             run.append(page)
+            found_keys.append(key)
         for pages in range(len(run), 0, -1):
             first = window_first_page(pages * self._page_size, self._window, self._page_size)
-            tail = [self._sliding.lookup(key) for key in keys[first:pages]]
+            tail = [self._sliding.lookup(key) for key in found_keys[first:pages]]
             found = tuple(page for page in tail if page is not None)
             if len(found) == len(tail):
                 return PrefixHit(pages * self._page_size, tuple(run[:pages]), found, first)

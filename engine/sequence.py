@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,6 +12,7 @@ from typing import overload
 from antiphon.engine.grammar import OutputGrammar
 from antiphon.engine.prefix_cache import chain_root, page_key
 from antiphon.engine.requests import EngineRequest, RequestKind
+from antiphon.engine.token_array import token_array
 from antiphon.protocol.errors import IllegalTransition
 
 
@@ -89,7 +92,7 @@ class PageTable:
 class OutputTokens(Many[int]):
     """A view of a sequence's output tokens: no copy of a long text in every step."""
 
-    def __init__(self, token_ids: list[int], prompt_tokens: int) -> None:
+    def __init__(self, token_ids: array[int], prompt_tokens: int) -> None:
         self._token_ids = token_ids
         self._prompt_tokens = prompt_tokens
 
@@ -126,13 +129,17 @@ class Sequence:
         arrival: int,
         submitted_s: float,
         grammar: OutputGrammar | None = None,
+        token_ids: array[int] | None = None,
     ) -> None:
+        """``token_ids`` are those of the request, where somebody has made an array of them already."""
         self.request = request
         self.grammar = grammar
         self.arrival = arrival
         """Rank of submission: smaller came first. Kept over preemptions."""
         self.attempt = request.attempt
-        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        if token_ids is None:
+            token_ids = token_array((*request.prompt_token_ids, *request.output_token_ids))
+        self.token_ids = token_ids
         self.prompt_tokens = len(request.prompt_token_ids)
         sampling = request.sampling
         self.length_limit = self.prompt_tokens + (0 if sampling is None else sampling.max_tokens)
@@ -230,9 +237,20 @@ class Sequence:
 
     def page_keys(self, pages: int, page_size: int) -> list[bytes]:
         """Prefix keys of the first ``pages`` whole pages; computed once, as the sequence grows."""
+        while len(self._page_keys) < pages:
+            self._name_next_page(page_size)
+        return self._page_keys[:pages]
+
+    def each_page_key(self, pages: int, page_size: int) -> Iterator[bytes]:
+        """The same one by one, computed when it is asked for: of a prompt whose first page is found nowhere
+        the other keys can wait."""
+        for page in range(pages):
+            if page == len(self._page_keys):
+                self._name_next_page(page_size)
+            yield self._page_keys[page]
+
+    def _name_next_page(self, page_size: int) -> None:
         keys = self._page_keys
         previous = keys[-1] if keys else chain_root(self.request.cache_salt)
-        for page in range(len(keys), pages):
-            previous = page_key(previous, self.token_ids[page * page_size : (page + 1) * page_size])
-            keys.append(previous)
-        return keys[:pages]
+        first = len(keys) * page_size
+        keys.append(page_key(previous, self.token_ids[first : first + page_size]))

@@ -224,7 +224,11 @@ def test_rejections_name_what_is_wrong(kit: Any) -> None:
     loop = kit.loop(full_pages=4, max_queued_requests=1)
     for request, words in (
         (kit.request("a", ()), "empty"),
-        (kit.request("a", (1, 61)), "61"),
+        (kit.request("a", (1, 61)), "token id 61"),
+        (kit.request("a", (1, -1, 2)), "token id -1"),
+        (kit.request("a", (1,), output=(2, 61)), "token id 61"),
+        (kit.request("a", (1, 2**63)), "64 bits"),
+        (kit.request("a", (1, 0.5)), "64 bits"),
         (kit.request("a", kit.prompt_of(64)), "whole cache of 4 pages"),
         (kit.request("a", (1,), max_tokens=0), "max_tokens"),
         (kit.request("a", (1,), temperature=-1.0), "temperature"),

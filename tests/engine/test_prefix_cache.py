@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -61,6 +62,20 @@ def test_a_full_page_that_is_gone_ends_the_prefix() -> None:
     cache, full, _, keys = _filled(6)
     full.allocate(1, Hold.USED)
     assert cache.longest_hit(keys).tokens == 0
+
+
+def test_no_more_keys_are_asked_for_than_are_found_and_one() -> None:
+    cache, _, _, keys = _filled(6)
+    asked: list[bytes] = []
+
+    def each(names: list[bytes]) -> Iterator[bytes]:
+        for name in names:
+            asked.append(name)
+            yield name
+
+    assert cache.longest_hit(each([*keys[:3], b"unknown", *keys[3:]])).tokens == 48
+    assert asked == [*keys[:3], b"unknown"]
+    assert cache.longest_hit(each(keys)).tokens == 96
 
 
 def test_a_key_stands_for_everything_before_it() -> None:

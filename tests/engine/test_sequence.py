@@ -37,9 +37,21 @@ def test_every_state_can_be_reached_and_can_end() -> None:
 def test_page_keys_grow_with_the_sequence_and_never_change(kit: Any) -> None:
     sequence = Sequence(kit.request("x", kit.prompt_of(40)), arrival=1, submitted_s=0.0)
     two = list(sequence.page_keys(2, 16))
-    sequence.token_ids += [1] * 30
+    sequence.token_ids.extend([1] * 30)
     assert sequence.page_keys(4, 16)[:2] == two
     assert sequence.page_keys(1, 16) == two[:1]
+
+
+def test_page_keys_are_the_same_one_by_one_and_at_once(kit: Any) -> None:
+    one_by_one, at_once, mixed = (
+        Sequence(kit.request("x", kit.prompt_of(100)), arrival=1, submitted_s=0.0) for _ in range(3)
+    )
+    expected = at_once.page_keys(6, 16)
+    assert list(one_by_one.each_page_key(6, 16)) == expected
+    some = mixed.each_page_key(6, 16)
+    first = next(some)
+    mixed.page_keys(4, 16)  # others ask meanwhile
+    assert [first, *some] == expected
 
 
 def test_recomputation_stands_at_the_head_of_its_priority(kit: Any) -> None:
