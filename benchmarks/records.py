@@ -33,6 +33,9 @@ BENCH_DECODE = "decode_step"
 BENCH_KERNEL = "kernel"
 """One launch (or one layer's share) of a kernel, us."""
 
+RESIDENT_FP8 = "mxfp4 and fp8"
+"""``resident_weights`` of a worker that holds FP8 experts for prompts beside the 4-bit ones."""
+
 _APPENDING = threading.Lock()
 """Threads that measure at the same time keep their figures in one file."""
 _ALIASES = {"decode": BENCH_DECODE, "engine_decode": BENCH_DECODE, "engine_prefill": BENCH_PREFILL}
@@ -180,9 +183,19 @@ class Record:
         } | self.extra
 
     @property
+    def choices(self) -> str:
+        """What the model was told to do otherwise than by default, where that is more than to hold FP8."""
+        return str(self.extra.get("choices") or "")
+
+    @property
+    def holds_fp8(self) -> bool:
+        """Whether FP8 experts lay beside the 4-bit ones, as they do where a worker is told so."""
+        return self.extra.get("resident_weights") == RESIDENT_FP8
+
+    @property
     def is_default(self) -> bool:
         """Whether workers compute this way unless they are asked for another one."""
-        return not self.extra.get("choices")
+        return not self.choices and not self.holds_fp8
 
     @property
     def point(self) -> tuple[object, ...]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from antiphon.benchmarks.plan.cost_model import RESERVED_BYTES, CostModel, build
 from antiphon.benchmarks.plan.work import layout_floor_s
 from antiphon.benchmarks.records import Layout, Record
 from antiphon.benchmarks.sweep.points import Point
@@ -19,7 +18,6 @@ from antiphon.model.config import preset
 from antiphon.protocol.errors import AntiphonError
 
 if TYPE_CHECKING:  # the engine's benchmark needs a GPU's libraries, and is loaded only where it runs
-    from antiphon.benchmarks.engine_model import Bench
     from antiphon.benchmarks.sweep.loaded import LoadedModel
 
 DeviceType = Literal["cuda", "cpu"]
@@ -82,55 +80,37 @@ def devices_here(device: DeviceType) -> int:
 
 
 class EngineMeter:
-    """The real engine loop on one device, weights synthesized there.
-
-    On a GPU prompts run with FP8 experts beside the 4-bit ones where both fit, decode steps with the 4-bit
-    ones alone, as the two roles are deployed; a role's FP8 form is made and dropped, the rest stays.
-    """
+    """The real engine loop on one device, weights synthesized there: both roles hold the same ones."""
 
     def __init__(self, model: str, points: Sequence[Point], device: DeviceType, effort: Effort) -> None:
         self._model, self._points, self._device, self._effort = model, points, device, effort
-        self._fp8_fits = device == "cuda" and build(model, []).holds_fp8(Layout())
         self._loaded: LoadedModel | None = None
 
     def measure(self, point: Point) -> Record:
         """See ``Meter``."""
-        return self._ready(resident_fp8=self._fp8_fits and point.input_tokens is not None).measure(point)
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded.measure(point)
 
     def close(self) -> None:
         """Free the weights."""
         self._loaded = None
         free_memory()
 
-    def _ready(self, *, resident_fp8: bool) -> LoadedModel:
-        from antiphon.benchmarks.sweep.loaded import LoadedModel
-
-        if self._loaded is None or self._loaded.bench.resident_fp8 != resident_fp8:
-            bench = self._bench(resident_fp8)
-            self._loaded = None
-            free_memory()  # of the engine, and of the FP8 form where the other role has none
-            self._loaded = LoadedModel(bench, self._points, self._effort)
-        return self._loaded
-
-    def _bench(self, resident_fp8: bool) -> Bench:
+    def _load(self) -> LoadedModel:
         import torch
 
         from antiphon.benchmarks import engine_model
+        from antiphon.benchmarks.sweep.loaded import LoadedModel
 
-        if self._loaded is not None and not resident_fp8:
-            return engine_model.sharing(self._loaded.bench, resident_fp8)
-        self.close()
         if self._device == "cpu":
             torch.set_num_threads(1)  # as many as every rank of a wider layout has
-        return engine_model.make_bench(self._model, torch.device(self._device), resident_fp8)
+        bench = engine_model.make_bench(self._model, torch.device(self._device))
+        return LoadedModel(bench, self._points, self._effort)
 
 
 class RankMeter:
-    """The same engine loop with its model spread over ranks, weights synthesized on each.
-
-    As on one device, prompts run with FP8 experts beside the 4-bit ones where both fit. Where these leave no
-    room for the pages of all decode steps, the ranks start anew when the role changes.
-    """
+    """The same engine loop with its model spread over ranks, weights synthesized on each."""
 
     def __init__(
         self,
@@ -143,18 +123,15 @@ class RankMeter:
     ) -> None:
         self._model, self._layout, self._points = model, layout, points
         self._device, self._effort, self._waiting = device, effort, waiting
-        cost = build(model, [])
-        self._fp8_fits = device == "cuda" and layout.ep > 1 and cost.holds_fp8(layout)
-        self._starts_anew = self._fp8_fits and not _both_roles_fit(cost, layout, points)
         self._stack = ExitStack()
         self._loaded: LoadedModel | None = None
         self._ranks = ""
 
     def measure(self, point: Point) -> Record:
         """See ``Meter``."""
-        prompt = point.input_tokens is not None
-        loaded = self._ready(resident_fp8=self._fp8_fits and (prompt or not self._starts_anew))
-        record = loaded.measure(point)
+        if self._loaded is None:
+            self._loaded = self._load()
+        record = self._loaded.measure(point)
         floor_s = layout_floor_s(
             preset(point.model), self._layout, point.input_tokens, point.batch, point.context
         )
@@ -168,34 +145,15 @@ class RankMeter:
         self._stack.close()
         free_memory()
 
-    def _ready(self, *, resident_fp8: bool) -> LoadedModel:
+    def _load(self) -> LoadedModel:
         from antiphon.benchmarks.sweep.loaded import LoadedModel
         from antiphon.benchmarks.sweep.ranks import RankPlan, open_rank_bench, pages_for
 
-        if self._loaded is None or self._loaded.bench.resident_fp8 != resident_fp8:
-            self.close()
-            # Where both roles hold the same weights, the ranks have pages for every point.
-            mine = [
-                p
-                for p in self._points
-                if not self._starts_anew or (p.input_tokens is not None) == resident_fp8
-            ]
-            pages = pages_for(preset(self._model), mine, self._effort.steps, self._effort.chunk_tokens)
-            plan = RankPlan(self._model, self._layout, self._device, pages, resident_fp8)
-            bench = self._stack.enter_context(open_rank_bench(plan, self._waiting))
-            self._ranks = bench.road
-            self._loaded = LoadedModel(bench, mine, self._effort)
-        return self._loaded
-
-
-def _both_roles_fit(cost: CostModel, layout: Layout, points: Sequence[Point]) -> bool:
-    """Whether the FP8 form lies beside the 4-bit one and the pages of every decode step at once."""
-    weights = cost.weight_bytes(layout, with_unembedding=True).total
-    fp8 = cost.weight_bytes(layout, "fp8").experts
-    pages = max(
-        ((p.batch or 0) * cost.kv_bytes_per_sequence(layout, p.context or 0) for p in points), default=0.0
-    )
-    return weights + fp8 + pages <= cost.gpu.memory_bytes - RESERVED_BYTES
+        pages = pages_for(preset(self._model), self._points, self._effort.steps, self._effort.chunk_tokens)
+        plan = RankPlan(self._model, self._layout, self._device, pages)
+        bench = self._stack.enter_context(open_rank_bench(plan, self._waiting))
+        self._ranks = bench.road
+        return LoadedModel(bench, self._points, self._effort)
 
 
 def engine_opener(device: DeviceType, effort: Effort, waiting: list[Connection] | None = None) -> OpenMeter:

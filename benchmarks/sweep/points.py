@@ -37,8 +37,12 @@ class Point:
 
     def measured_by(self, record: Record, peer: str | None = None) -> bool:
         """Whether a record is this point's figure, of this project by its defaults or of a peer."""
+        return record.is_default and self.names(record, peer)
+
+    def names(self, record: Record, peer: str | None = None) -> bool:
+        """Whether a record is of this point, whatever the model was told."""
         same = (record.bench, record.model, record.layout) == (self.bench, self.model, self.layout.name)
-        if not same or record.peer != peer or not record.is_default:
+        if not same or record.peer != peer:
             return False
         if self.bench == BENCH_PREFILL:
             return record.input_tokens == self.input_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from antiphon.benchmarks.plan.cost_model import CostModel
 from antiphon.benchmarks.plan.planner import price_per_million
@@ -20,6 +20,8 @@ class Figure:
     measured: bool
     price_per_million: float
     """US dollars per million input (prefill) or output (decode) tokens."""
+    holds_fp8: bool = False
+    """Measured where FP8 experts lay beside the 4-bit ones, as workers hold them only when they are told."""
 
     @property
     def tokens_per_s_user(self) -> float:
@@ -37,10 +39,16 @@ def figure(point: Point, model: CostModel, measured: Sequence[Record], gpu_hour_
 
 
 def measured_figure(point: Point, measured: Sequence[Record], gpu_hour_price: float) -> Figure | None:
-    """The measured figure of a point on whatever device; None when there is none."""
-    # Of several ways to hold the weights, the fastest one is what would be deployed.
-    times = [record.value * 1e-3 for record in measured if point.measured_by(record)]
-    return _priced(point, min(times), True, gpu_hour_price) if times else None
+    """The measured figure of a point on whatever device; None when there is none.
+
+    One of a worker that was told to hold FP8 experts counts where there is none of a worker's defaults.
+    """
+    mine = [record for record in measured if point.names(record) and not record.choices]
+    for holds_fp8 in (False, True):
+        times = [record.value * 1e-3 for record in mine if record.holds_fp8 == holds_fp8]
+        if times:
+            return replace(_priced(point, min(times), True, gpu_hour_price), holds_fp8=holds_fp8)
+    return None
 
 
 def _priced(point: Point, seconds: float, measured: bool, gpu_hour_price: float) -> Figure:

@@ -56,8 +56,6 @@ class RankPlan:
     layout: Layout
     device_type: str
     pages: CachePages
-    resident_fp8: bool = False
-    """On GPUs, where experts are dealt out whole: their FP8 form lies beside the 4-bit one."""
 
     def device(self, rank: int) -> torch.device:
         """Where a rank computes."""
@@ -172,10 +170,8 @@ def open_rank_bench(plan: RankPlan, waiting: list[Connection] | None = None) -> 
         leader.start()
         try:
             heads = len(model.shape.kv_heads)
-            resident = plan.resident_fp8
-            yield RankBench(
-                plan.model, leader, plan.device(0), plan.dtype, resident, plan.pages, heads, model.road
-            )
+            about = plan.model, leader, plan.device(0), plan.dtype
+            yield RankBench(*about, resident_fp8=False, pages=plan.pages, kv_heads=heads, road=model.road)
         finally:
             leader.close()
     finally:
@@ -266,7 +262,6 @@ def load_rank(plan: RankPlan, rank: int, store: Store) -> tuple[RankPart, RankGr
     fast = CudaRankTransformer(
         *(config, layout, group.communicator, parameters, device),
         row_reduce=reduce,
-        resident_fp8=plan.resident_fp8,
     )
     return fast, group
 

@@ -24,8 +24,6 @@ AT_ONCE = "at_once"
 """Key of a record that was taken while the rest of the layout it names measured the same point."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 PRELOADED = ["antiphon.benchmarks.sweep.loaded", "antiphon.benchmarks.sweep.ranks"]
-ROLES = 2
-"""Times that the ranks of a replica may be started."""
 _FORKS = multiprocessing.get_context("forkserver")
 _STARTING = threading.Lock()
 """One process at a time is started, by whichever thread."""
@@ -101,7 +99,7 @@ def open_replicas(
             visible = None
             if device == "cuda":
                 visible = visible_devices(numbers[index * one.tp : (index + 1) * one.tp])
-            waiting = [_start(stack, _wait_for_plan, visible) for _ in range(ROLES * (one.tp - 1))]
+            waiting = [_start(stack, _wait_for_plan, visible) for _ in range(one.tp - 1)]
             here = _start(stack, serve_replica, visible, waiting, model, one, mine, device, effort)
             for pipe in waiting:  # the replica's own from here on
                 pipe.close()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
 from antiphon.benchmarks.records import Layout, load_records
+from antiphon.benchmarks.sweep import ranks
 from antiphon.benchmarks.sweep.command import Sizes, SweepIncomplete, run_command
 from antiphon.benchmarks.sweep.meter import Effort, NotMeasurable, RankMeter
 from antiphon.benchmarks.sweep.points import Point, layouts_for
@@ -134,21 +136,28 @@ def test_a_replica_that_died_is_named_at_every_point_after_it() -> None:
             meter.measure(Point("prefill", "tiny", Layout(), input_tokens=tokens))
 
 
-def test_ranks_are_started_again_for_another_role(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_started_once_for_both_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(2, 2)
     points = [
         Point("prefill", "tiny", layout, input_tokens=130),
         Point("decode_step", "tiny", layout, batch=2, context=140),
     ]
+    started: list[ranks.RankPlan] = []
+    opened = ranks.open_rank_bench
+
+    def counted(plan: ranks.RankPlan, waiting: object = None) -> AbstractContextManager[ranks.RankBench]:
+        started.append(plan)
+        return opened(plan)
+
+    monkeypatch.setattr(ranks, "open_rank_bench", counted)
     meter = RankMeter("tiny", layout, points, "cpu", EFFORT)
-    monkeypatch.setattr(meter, "_fp8_fits", True)  # nothing but what starts the ranks anew, on a CPU
-    monkeypatch.setattr(meter, "_starts_anew", True)
     try:
         records = [meter.measure(point) for point in points]
     finally:
         meter.close()
-    assert [(each.bench, each.layout) for each in records] == [
-        ("prefill", "TP2 EP2"),
-        ("decode_step", "TP2 EP2"),
+    assert [(each.bench, each.layout, each.is_default) for each in records] == [
+        ("prefill", "TP2 EP2", True),
+        ("decode_step", "TP2 EP2", True),
     ]
+    assert len(started) == 1
     assert not multiprocessing.active_children()
