@@ -13,7 +13,7 @@ from rich.table import Table
 
 from antiphon.benchmarks import records
 from antiphon.benchmarks.plan.check import SCENARIOS, Checked, check, grown, warmup_of
-from antiphon.benchmarks.plan.cost_model import CostModel, build
+from antiphon.benchmarks.plan.cost_model import LARGER, SMALLER, CostModel, build
 from antiphon.benchmarks.plan.fit import Errors
 from antiphon.benchmarks.plan.planner import Plan, Targets, plans
 
@@ -91,11 +91,14 @@ def basis(model: CostModel, plan: Plan) -> list[dict[str, Any]]:
         if law.measured or kind in assumed:
             rows.append({"class": str(kind), "points": law.points, "held_out": held_out})
     for name, whole in (("decode step", model.decode_correction), ("prefill", model.prefill_correction)):
-        for kind_of, errors in (("", whole.held_out), (" (other layouts from TP1)", whole.layout_held_out)):
+        for kind_of, errors in (
+            ("", whole.held_out),
+            (" (other layouts from TP1)", whole.layout_held_out),
+            (f" ({LARGER} from {SMALLER})", whole.model_held_out),
+        ):
             if errors is not None:
-                rows.append(
-                    {"class": f"whole {name}{kind_of}", "points": whole.points, "held_out": asdict(errors)}
-                )
+                row = {"class": f"whole {name}{kind_of}", "points": errors.points}
+                rows.append(row | {"held_out": asdict(errors)})
     return rows
 
 

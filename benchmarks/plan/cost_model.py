@@ -5,55 +5,87 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from antiphon.benchmarks import floors, records
 from antiphon.benchmarks.plan import work
 from antiphon.benchmarks.plan.efficiency import Efficiencies, calibrate
 from antiphon.benchmarks.plan.fit import Errors, Row, leave_one_out, non_negative_fit
 from antiphon.benchmarks.plan.hardware import H200, Gpu
-from antiphon.benchmarks.plan.work import KernelClass
+from antiphon.benchmarks.plan.work import PAGE_TOKENS, KernelClass
 from antiphon.benchmarks.records import Layout, Record
 from antiphon.model.config import PRESETS, GptOssConfig, preset
 
 RESERVED_BYTES = 8e9
 """Assumed: CUDA context, graphs, workspaces and communication buffers of one GPU."""
-PAGE_TOKENS = 64
 WINDOW_PAGES = 3
 """Pages that a window of 128 tokens can touch."""
 CHUNK_TOKENS = 8192
 FEWEST_STEPS = 6
-"""Twice as many as there are factors."""
+"""Below this nothing is corrected. A factor that the points hardly tell anything about stays near 1."""
 TOWARDS_ONE = 0.05
 """Pull of a factor to 1, against the squared relative errors of whole steps: see ``non_negative_fit``."""
+SMALLER, LARGER = "gpt-oss-20b", "gpt-oss-120b"
 
 
-Groups = tuple[float, float, float]
-"""Seconds, or factors, of attention, of experts (and of prefill's other products), and of the rest."""
-NOTHING: Groups = (0.0, 0.0, 0.0)
-REST = 2
+class Group(IntEnum):
+    """What of a step or a prompt has a factor of its own."""
+
+    ATTENTION = 0
+    EXPERTS = 1
+    FP8_EXPERTS = 2
+    """Prefill: those that were told to be resident."""
+    DENSE = 3
+    """Projections and logits."""
+    SMALL = 4
+    """Prefill: norms and such, and planning. Decode: the step itself, norms and such."""
+    LAUNCHES = 5
+    """Of kernels that wait for the end of those before them."""
+    FUSED = 6
+    """Launches of kernels that begin before those ahead are over, and projections that read meanwhile."""
+    RANKS = 7
+    """Sums over ranks, and choosing tokens over them."""
+
+
+Groups = tuple[float, ...]
+"""Seconds, or factors, of each ``Group``."""
+NOTHING: Groups = (0.0,) * len(Group)
 GROUP_OF = {
-    KernelClass.ATTENTION_DECODE: 0,
-    KernelClass.ATTENTION_PREFILL: 0,
-    KernelClass.WINDOW_PREFILL: 0,
-    KernelClass.MOE_DECODE: 1,
-    KernelClass.ROUTE_DECODE: 1,
-    KernelClass.MOE_PREFILL: 1,
-    KernelClass.MOE_MIXED: 1,
-    KernelClass.DENSE_PREFILL: 1,
+    KernelClass.ATTENTION_DECODE: Group.ATTENTION,
+    KernelClass.ATTENTION_PREFILL: Group.ATTENTION,
+    KernelClass.WINDOW_PREFILL: Group.ATTENTION,
+    KernelClass.MOE_DECODE: Group.EXPERTS,
+    KernelClass.ROUTE_DECODE: Group.EXPERTS,
+    KernelClass.MOE_PREFILL: Group.FP8_EXPERTS,
+    KernelClass.MOE_MIXED: Group.EXPERTS,
+    KernelClass.DENSE_DECODE: Group.FUSED,
+    KernelClass.DENSE_CUBLAS: Group.DENSE,
+    KernelClass.DENSE_PREFILL: Group.DENSE,
+    KernelClass.UNEMBEDDING: Group.DENSE,
+    KernelClass.ALL_REDUCE_SMALL: Group.RANKS,
+    KernelClass.ALL_REDUCE_LARGE: Group.RANKS,
+    KernelClass.CHOOSING: Group.RANKS,
 }
+WHOLE = frozenset({KernelClass.STEP, KernelClass.CHUNK}) | {
+    kind for kind, group in GROUP_OF.items() if group is Group.RANKS
+}
+"""Classes whose launches are not told from the rest of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
     """Whole steps against the sum of their kernels: each group of classes has a factor of its own."""
 
-    factors: Groups = (1.0, 1.0, 1.0)
+    factors: Groups = (1.0,) * len(Group)
     points: int = 0
     held_out: Errors | None = None
     """Each measured point predicted from all others."""
     layout_points: int = 0
     layout_held_out: Errors | None = None
     """Every layout of several ranks predicted from TP1 alone."""
+    model_points: int = 0
+    model_held_out: Errors | None = None
+    """``LARGER`` predicted from ``SMALLER`` alone."""
 
     def apply(self, groups: Groups) -> float:
         """The corrected time."""
@@ -82,34 +114,35 @@ class CostModel:
         return self.decode_correction.apply(self.decode_groups_s(layout, batch, context))
 
     def decode_groups_s(self, layout: Layout, batch: float, context: float) -> Groups:
-        """Uncorrected seconds of a step by group of kernel classes."""
-        return self._grouped(work.decode_step(self.shape, layout, batch, context))
+        """Uncorrected seconds of a step by group."""
+        parts = work.decode_step(self.shape, layout, batch, context)
+        return self._grouped(parts, Group.FUSED if work.is_fused(layout, batch) else Group.LAUNCHES)
 
     def prefill_s(self, layout: Layout, tokens: int, before: int = 0) -> float:
         """``tokens`` of a prompt alone on the worker, in chunks, after ``before`` cached ones."""
         return self.prefill_correction.apply(self.prefill_groups_s(layout, tokens, before))
 
-    def prefill_groups_s(self, layout: Layout, tokens: int, before: int = 0) -> Groups:
-        """Uncorrected seconds of a prompt's chunks by group of kernel classes."""
+    def prefill_groups_s(
+        self, layout: Layout, tokens: int, before: int = 0, *, resident_fp8: bool = False
+    ) -> Groups:
+        """Uncorrected seconds of a prompt's chunks by group; workers hold no FP8 experts unless told to."""
         total, done, end = NOTHING, before, before + tokens
         while done < end:
             chunk = min(CHUNK_TOKENS, end - done)
-            total = _plus(total, self._grouped(self._chunk(layout, chunk, done)))
+            road = work.chunk_road(self.shape, chunk, resident_fp8)
+            parts = work.prefill_chunk(self.shape, layout, chunk, done, road=road)
+            total = _plus(total, self._grouped(parts, Group.LAUNCHES))
             done += chunk
         return total
 
-    def _grouped(self, parts: work.Parts) -> Groups:
-        seconds = [0.0] * len(NOTHING)
+    def _grouped(self, parts: work.Parts, launches: Group) -> Groups:
+        seconds = [0.0] * len(Group)
         for kind, each in parts.items():
-            seconds[GROUP_OF.get(kind, REST)] += self.efficiencies.part_seconds(kind, each)
-        return seconds[0], seconds[1], seconds[2]
-
-    def holds_fp8(self, layout: Layout) -> bool:
-        """Whether a prefill worker can hold its experts in FP8 beside the 4-bit ones."""
-        both = sum(self.weight_bytes(layout, form).experts for form in ("mxfp4", "fp8"))
-        rest = self.weight_bytes(layout, "mxfp4")
-        prompt = floors.kv_bytes(self.shape, self.shape.max_context_tokens) / layout.tp
-        return both + rest.attention + rest.vocabulary + prompt <= self.gpu.memory_bytes - RESERVED_BYTES
+            launching_s, rest_s = self.efficiencies.split_s(kind, each)
+            group = GROUP_OF.get(kind, Group.SMALL)
+            seconds[group] += rest_s
+            seconds[group if kind in WHOLE else launches] += launching_s
+        return tuple(seconds)
 
     def weight_bytes(
         self, layout: Layout, form: floors.Form = "mxfp4", *, with_unembedding: bool = False
@@ -134,25 +167,13 @@ class CostModel:
     def assumed_classes(self, layout: Layout) -> dict[str, list[KernelClass]]:
         """By role, the kernel classes whose efficiency is assumed."""
         decode = work.decode_step(self.shape, layout, 1, 1)
-        prefill = self._roads(layout, 1, 0)[0]
+        prefill = work.prefill_chunk(self.shape, layout, CHUNK_TOKENS, 0, road="mixed")
         found = {"decode": self.efficiencies.assumed(decode), "prefill": self.efficiencies.assumed(prefill)}
-        # A correction fitted to whole steps of this model stands for the classes inside them.
-        if self.decode_correction.points:
-            found["decode"] = [each for each in found["decode"] if each is KernelClass.ALL_REDUCE_SMALL]
-        if self.prefill_correction.points:
-            found["prefill"] = [each for each in found["prefill"] if each is KernelClass.ALL_REDUCE_LARGE]
+        # A correction fitted to whole steps stands for the classes inside them, but not for more ranks.
+        for role, whole in (("decode", self.decode_correction), ("prefill", self.prefill_correction)):
+            if whole.points:
+                found[role] = [each for each in found[role] if GROUP_OF.get(each) is Group.RANKS]
         return found
-
-    def _chunk(self, layout: Layout, tokens: int, before: int) -> dict[KernelClass, floors.Work]:
-        """A chunk by the quickest road."""
-        return min(self._roads(layout, tokens, before), key=self.efficiencies.seconds)
-
-    def _roads(self, layout: Layout, tokens: int, before: int) -> list[dict[KernelClass, floors.Work]]:
-        """FP8 experts where they fit beside the 4-bit ones, else those; or streamed, for short chunks."""
-        names: tuple[work.Road, ...] = (
-            ("fp8", "streamed") if self.holds_fp8(layout) else ("mixed", "streamed")
-        )
-        return [work.prefill_chunk(self.shape, layout, tokens, before, road=road) for road in names]
 
 
 def build(model: str, measured: Sequence[Record], gpu: Gpu = H200) -> CostModel:
@@ -164,7 +185,7 @@ def build(model: str, measured: Sequence[Record], gpu: Gpu = H200) -> CostModel:
     shape = preset(model)
     efficiencies = calibrate(measured, gpu)
     ours = [
-        each for each in measured if gpu.name in each.device and each.model in PRESETS and each.is_default
+        each for each in measured if gpu.name in each.device and each.model in PRESETS and not each.choices
     ]
     decode = _correction(
         ours, records.BENCH_DECODE, lambda name: CostModel(name, preset(name), efficiencies), _decode_groups
@@ -196,7 +217,8 @@ def _decode_groups(model: CostModel, record: Record) -> tuple[Groups, float]:
 def _prefill_groups(model: CostModel, record: Record) -> tuple[Groups, float]:
     """Prompt in to first token out: all tokens but the last, then a decode step."""
     layout, tokens = Layout.parse(record.layout), record.input_tokens or 1
-    return model.prefill_groups_s(layout, max(1, tokens - 1)), model.decode_step_s(layout, 1, tokens)
+    groups = model.prefill_groups_s(layout, max(1, tokens - 1), resident_fp8=record.holds_fp8)
+    return groups, model.decode_step_s(layout, 1, tokens)
 
 
 def _correction(
@@ -204,23 +226,25 @@ def _correction(
 ) -> Correction:
     """Fit whole steps of all models and layouts; none when there are too few."""
     rows: list[Row] = []
-    first: list[Row] = []
-    others: list[Row] = []
+    by_layout: tuple[list[Row], list[Row]] = [], []  # TP1, those of several ranks
+    by_model: tuple[list[Row], list[Row]] = [], []
     for record in _fastest(records.select(measured, bench)):
+        layout = Layout.parse(record.layout)
+        if layout.dp > 1:
+            continue  # the slowest of replicas, each as TP1 is
         groups, known_s = groups_of(plain(record.model), record)
         row = (groups, max(1e-9, record.value * 1e-3 - known_s))
         rows.append(row)
-        layout = Layout.parse(record.layout)
-        if layout == Layout():
-            first.append(row)
-        elif layout.tp > 1:  # replicas of TP1 are not another layout to predict
-            others.append(row)
+        by_layout[layout != Layout()].append(row)
+        if record.model in (SMALLER, LARGER):
+            by_model[record.model == LARGER].append(row)
     if len(rows) < FEWEST_STEPS:
         return Correction()
-    attention, experts, rest = non_negative_fit(rows, TOWARDS_ONE)
-    across = _across(first, others)
+    factors = non_negative_fit(rows, TOWARDS_ONE)
     return Correction(
-        (attention, experts, rest), len(rows), leave_one_out(rows, TOWARDS_ONE), len(others), across
+        *(factors, len(rows), leave_one_out(rows, TOWARDS_ONE)),
+        *(len(by_layout[1]), _across(*by_layout)),
+        *(len(by_model[1]), _across(*by_model)),
     )
 
 
@@ -228,7 +252,7 @@ def _fastest(found: Sequence[Record]) -> list[Record]:
     """One good record of each point: of several ways to hold the weights, the fastest."""
     best: dict[tuple[object, ...], Record] = {}
     for each in found:
-        key = (each.model, each.layout, each.batch, each.input_tokens, each.context)
+        key = (each.model, each.layout, each.batch, each.input_tokens, each.context, each.holds_fp8)
         if each.extra.get("ok") is not False and (key not in best or each.value < best[key].value):
             best[key] = each
     return list(best.values())
@@ -243,4 +267,4 @@ def _across(first: Sequence[Row], others: Sequence[Row]) -> Errors | None:
 
 
 def _plus(one: Groups, other: Groups) -> Groups:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+    return tuple(a + b for a, b in zip(one, other, strict=True))

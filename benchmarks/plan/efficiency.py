@@ -18,7 +18,7 @@ from antiphon.benchmarks.floors import Work
 from antiphon.benchmarks.plan.fit import Errors, Row, non_negative_fit
 from antiphon.benchmarks.plan.hardware import H200, Gpu
 from antiphon.benchmarks.plan.work import LINKS, KernelClass
-from antiphon.benchmarks.records import Record
+from antiphon.benchmarks.records import Layout, Record
 from antiphon.model.config import PRESETS, GptOssConfig, preset
 
 FEWEST_POINTS = 3
@@ -43,10 +43,14 @@ class Law:
         """Whether it rests on measurements."""
         return self.points > 0
 
-    def seconds(self, work: Work, gpu: Gpu, link: bool = False) -> float:
-        """Time of ``work``; ``link``: its bytes go over NVLink."""
+    def split_s(self, work: Work, gpu: Gpu, link: bool = False) -> tuple[float, float]:
+        """(seconds of the launches, of bytes and operations); ``link``: its bytes go over NVLink."""
         launches, memory, compute = _terms(work, gpu, link)
-        return launches * self.launch_s + memory * self.memory + compute * self.compute
+        return launches * self.launch_s, memory * self.memory + compute * self.compute
+
+    def seconds(self, work: Work, gpu: Gpu, link: bool = False) -> float:
+        """Time of ``work``."""
+        return sum(self.split_s(work, gpu, link))
 
 
 ASSUMED: Mapping[KernelClass, Law] = MappingProxyType(
@@ -56,16 +60,19 @@ ASSUMED: Mapping[KernelClass, Law] = MappingProxyType(
         KernelClass.MOE_DECODE: Law(9e-6, 1.2, 2.0),
         KernelClass.ROUTE_DECODE: Law(5e-6, 1.0, 100.0),
         KernelClass.UNEMBEDDING: Law(10e-6, 1.1, 1.3),
+        KernelClass.DENSE_CUBLAS: Law(6e-6, 1.15, 1.5),
         KernelClass.DENSE_PREFILL: Law(3e-6, 1.0, 1.25),
         KernelClass.ATTENTION_PREFILL: Law(5e-6, 1.0, 2.2),
         KernelClass.WINDOW_PREFILL: Law(5e-6, 4.0),
         KernelClass.MOE_PREFILL: Law(30e-6, 1.2, 1.7),
         KernelClass.MOE_MIXED: Law(30e-6, 1.2, 2.4),
         KernelClass.ELEMENTWISE: Law(3e-6, 1.3),
+        KernelClass.SMALL_DECODE: Law(3e-6, 1.3),
         KernelClass.ALL_REDUCE_SMALL: Law(7e-6, 1.5),
         KernelClass.ALL_REDUCE_LARGE: Law(12e-6, 1.4),
-        KernelClass.STEP: Law(150e-6),
-        KernelClass.CHUNK: Law(100e-6),
+        KernelClass.STEP: Law(100e-6, 1.3),
+        KernelClass.CHOOSING: Law(2.5e-6, 1.3),
+        KernelClass.CHUNK: Law(12e-6),
     }
 )
 """Round figures of what such kernels reach elsewhere; every result that rests on one is marked predicted."""
@@ -88,6 +95,10 @@ SUPERSEDED: Mapping[str, str] = MappingProxyType(
     {"prefill full": "attention full", "prefill sliding": "attention sliding"}
 )
 """Kernels that count only until the one that took their place has been measured."""
+SUMS_BENCH, SUMS_TAKEN = "all_reduce", "peer memory, one launch"
+"""Sums over ranks with the residual and the norm behind them, and which of their kinds counts."""
+STEP_ROWS = 128
+"""Up to here a sum's rows are those of a decode step."""
 CONSTANT_WITHIN = 1.5
 """A term whose largest value is at most so many times its smallest cannot be told from a launch's cost."""
 
@@ -107,6 +118,10 @@ class Efficiencies:
         """Time of one part."""
         return self.laws[kind].seconds(work, self.gpu, kind in LINKS)
 
+    def split_s(self, kind: KernelClass, work: Work) -> tuple[float, float]:
+        """(seconds of a part's launches, of its bytes and operations)."""
+        return self.laws[kind].split_s(work, self.gpu, kind in LINKS)
+
     def assumed(self, parts: Mapping[KernelClass, Work]) -> list[KernelClass]:
         """Those of the parts whose law no measurement supports."""
         return [kind for kind in parts if not self.laws[kind].measured]
@@ -124,7 +139,12 @@ def calibrate(measured: Sequence[Record], gpu: Gpu = H200) -> Efficiencies:
 def kernel_points(measured: Sequence[Record], gpu: Gpu) -> dict[KernelClass, list[Row]]:
     """(terms, seconds) of every measured kernel that belongs to a class; of one point the fastest variant."""
     best: dict[tuple[object, ...], tuple[KernelClass, Work, float]] = {}
-    kernels = [each for each in records.select(measured, records.BENCH_KERNEL) if gpu.name in each.device]
+    kernels = [
+        each
+        for bench in (records.BENCH_KERNEL, SUMS_BENCH)
+        for each in records.select(measured, bench)
+        if gpu.name in each.device
+    ]
     names = {each.kernel or "" for each in kernels}
     gone = tuple(old for old, new in SUPERSEDED.items() if any(name.startswith(new) for name in names))
     for record in kernels:
@@ -144,6 +164,8 @@ def _readings(record: Record, gpu: Gpu) -> list[tuple[KernelClass, Work, float]]
     """What one kernel record says about classes: (class, work of one launch, seconds)."""
     kernel, shape = record.kernel or "", PRESETS.get(record.model)
     value_s = record.value * 1e-6
+    if record.bench == SUMS_BENCH:
+        return _sum_over_ranks(record)
     parts = record.extra.get("parts")
     times = {str(k): float(v) * 1e-6 for k, v in parts.items()} if isinstance(parts, dict) else {}
     for name, kind in BY_NAME.items():
@@ -172,6 +194,16 @@ def _readings(record: Record, gpu: Gpu) -> list[tuple[KernelClass, Work, float]]
         kind = KernelClass.MOE_MIXED if mixed else KernelClass.MOE_PREFILL
         return [(kind, work, times.get("experts", value_s))]
     return []
+
+
+def _sum_over_ranks(record: Record) -> list[tuple[KernelClass, Work, float]]:
+    """Of the sum that ranks take; both models are as wide."""
+    rows, ranks = record.batch or 0, Layout.parse(record.layout).tp
+    if record.kernel != SUMS_TAKEN or not rows:
+        return []
+    kind = KernelClass.ALL_REDUCE_SMALL if rows <= STEP_ROWS else KernelClass.ALL_REDUCE_LARGE
+    sent = floors.all_reduce_bytes(preset("gpt-oss-20b"), rows, ranks)
+    return [(kind, Work(sent, launches=1), record.value * 1e-6)]
 
 
 def _variant_of(record: Record) -> tuple[object, ...]:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from antiphon.benchmarks.serve.statistics import percentile
 
@@ -47,10 +48,14 @@ def non_negative_fit(rows: Sequence[Row], towards_one: float = 0.0) -> tuple[flo
     if towards_one > 0:
         weight = math.sqrt(towards_one)
         scaled += [(tuple(weight * (i == j) for j in range(width)), weight) for i in range(width)]
+    moments = _moments(scaled, width)
+    free = _least_squares(moments, tuple(range(width)))
+    if free is not None and all(each >= 0 for each in free):
+        return free  # nothing better is without a negative coefficient
     best: tuple[float, tuple[float, ...]] | None = None
     for size in range(width + 1):
         for subset in itertools.combinations(range(width), size):
-            found = _least_squares(scaled, subset)
+            found = _least_squares(moments, subset)
             if found is None or any(each < 0 for each in found):
                 continue
             full = [0.0] * width
@@ -79,13 +84,16 @@ def _dot(coefficients: Sequence[float], terms: Sequence[float]) -> float:
     return sum(c * t for c, t in zip(coefficients, terms, strict=True))
 
 
-def _least_squares(rows: Sequence[Row], subset: tuple[int, ...]) -> tuple[float, ...] | None:
-    """Coefficients of (terms, target) rows by the normal equations; None when they are singular."""
-    matrix = [
-        [sum(terms[i] * terms[j] for terms, _ in rows) for j in subset]
-        + [sum(terms[i] * target for terms, target in rows)]
-        for i in subset
-    ]
+def _moments(rows: Sequence[Row], width: int) -> list[list[float]]:
+    """The normal equations of all terms: [width][width + 1], the right side last."""
+    columns = [[terms[index] for terms, _ in rows] for index in range(width)]
+    columns.append([target for _, target in rows])
+    return [[math.fsum(map(mul, columns[i], column)) for column in columns] for i in range(width)]
+
+
+def _least_squares(moments: Sequence[Sequence[float]], subset: tuple[int, ...]) -> tuple[float, ...] | None:
+    """Coefficients of a subset of the terms; None when they are not determined."""
+    matrix = [[moments[i][j] for j in subset] + [moments[i][-1]] for i in subset]
     size = len(subset)
     for column in range(size):
         pivot = max(range(column, size), key=lambda r: abs(matrix[r][column]))

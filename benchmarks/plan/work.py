@@ -12,6 +12,18 @@ from antiphon.benchmarks.plan.hardware import H200, Gpu
 from antiphon.benchmarks.records import Layout
 from antiphon.model.config import GptOssConfig
 
+FUSED_TOKENS = 16
+"""A step of up to so many tokens on one GPU takes kernels that do the small work too, and overlap."""
+STREAMED_TOKENS, STREAMED_TOKENS_PER_EXPERT = 512, 8
+"""Up to here a chunk multiplies by experts as a decode step does: see ``kernels.moe.regime``."""
+PAGE_TOKENS = 64
+PLANNED_PAGES = 48
+"""Planning a chunk takes as long as planning so many of its pages, and each of them."""
+CHOOSING_LAUNCHES, CHOOSING_BYTES = 60, 66
+"""Choosing over ranks, in launches of torch's and bytes of each logit: see ``model.parallel.vocabulary``."""
+CHOOSING_BYTES_ALONE = 12
+"""On one GPU: each logit is written, and read twice."""
+
 
 class KernelClass(StrEnum):
     """Kernels that share an efficiency."""
@@ -21,20 +33,25 @@ class KernelClass(StrEnum):
     MOE_DECODE = "experts, decode (MXFP4)"
     ROUTE_DECODE = "expert routing, decode"
     UNEMBEDDING = "logits"
+    DENSE_CUBLAS = "dense projections, decode, by cuBLAS"
     DENSE_PREFILL = "dense projections, prefill"
     ATTENTION_PREFILL = "attention to everything, prefill"
     WINDOW_PREFILL = "attention to the window, prefill"
     MOE_PREFILL = "experts, prefill (FP8)"
     MOE_MIXED = "experts, prefill (FP8 by MXFP4)"
     ELEMENTWISE = "norms, rotary, activation"
+    SMALL_DECODE = "norms and rotary, decode"
     CHUNK = "planning and launching a chunk"
     ALL_REDUCE_SMALL = "all-reduce, decode"
     ALL_REDUCE_LARGE = "all-reduce, prefill"
     STEP = "planning, sampling, launch of a step"
+    CHOOSING = "choosing tokens over ranks"
 
 
 LINKS = frozenset({KernelClass.ALL_REDUCE_SMALL, KernelClass.ALL_REDUCE_LARGE})
 """Classes whose bytes go over NVLink."""
+ACTIVATIONS = frozenset({KernelClass.SMALL_DECODE, KernelClass.STEP, KernelClass.CHOOSING})
+"""Classes of a decode step that read and write nothing else."""
 
 Parts = Mapping[KernelClass, Work]
 
@@ -47,15 +64,20 @@ def decode_step(
     form: Form = "mxfp4",
     kv_value_bytes: int = 2,
 ) -> dict[KernelClass, Work]:
-    """One step of ``batch`` sequences that hold ``context`` tokens each."""
-    tp, layers = layout.tp, shape.num_hidden_layers
-    dense_flop = 2 * batch * floors.dense_values(shape)
+    """One step of ``batch`` sequences that hold ``context`` tokens each.
+
+    More than ``FUSED_TOKENS``, and steps over ranks, have cuBLAS's products and launches of their own between
+    them; over ranks the norms belong to the sums.
+    """
+    tp, layers, fused = layout.tp, shape.num_hidden_layers, is_fused(layout, batch)
+    dense = Work(
+        bytes=layers * floors.attention_weight_bytes(shape) / tp,
+        bf16_flop=layers * 2 * batch * floors.dense_values(shape) / tp,
+        launches=2 * layers,
+    )
+    logits = batch * shape.vocab_size / tp
     parts = {
-        KernelClass.DENSE_DECODE: Work(
-            bytes=layers * floors.attention_weight_bytes(shape) / tp,
-            bf16_flop=layers * dense_flop / tp,
-            launches=2 * layers,
-        ),
+        KernelClass.DENSE_DECODE if fused else KernelClass.DENSE_CUBLAS: dense,
         KernelClass.ATTENTION_DECODE: Work(
             bytes=batch * floors.kv_bytes(shape, context, kv_value_bytes) / tp, launches=layers
         ),
@@ -65,19 +87,37 @@ def decode_step(
         ),
         KernelClass.UNEMBEDDING: Work(
             bytes=floors.unembedding_bytes(shape) / tp,
-            bf16_flop=2 * batch * shape.vocab_size * shape.hidden_size / tp,
+            bf16_flop=2 * logits * shape.hidden_size,
             launches=1,
         ),
-        KernelClass.STEP: Work(launches=1),
+        KernelClass.STEP: Work(bytes=logits * CHOOSING_BYTES_ALONE if tp == 1 else 0.0, launches=1),
     }
+    if not fused:
+        small = 2 if tp == 1 else 1
+        moved = layers * batch * _elementwise_bytes(shape, tp)
+        parts[KernelClass.SMALL_DECODE] = Work(bytes=moved, launches=small * layers)
     if tp > 1:
         sent = floors.all_reduce_bytes(shape, batch, tp)
         parts[KernelClass.ALL_REDUCE_SMALL] = Work(bytes=2 * layers * sent, launches=2 * layers)
+        parts[KernelClass.CHOOSING] = Work(bytes=logits * CHOOSING_BYTES, launches=CHOOSING_LAUNCHES)
     return parts
+
+
+def is_fused(layout: Layout, batch: float) -> bool:
+    """Whether a step's launches are few and begin before those ahead of them are over."""
+    return layout.tp == 1 and batch <= FUSED_TOKENS
 
 
 Road = Literal["fp8", "mixed", "streamed"]
 """How a chunk multiplies by experts: by FP8 weights, by 4-bit ones in FP8, or as a decode step does."""
+
+
+def chunk_road(shape: GptOssConfig, tokens: int, resident_fp8: bool) -> Road:
+    """The road that a worker's model takes for a chunk, or for its end, of ``tokens``."""
+    if tokens <= min(STREAMED_TOKENS, STREAMED_TOKENS_PER_EXPERT * shape.num_experts):
+        return "streamed"
+    return "fp8" if resident_fp8 else "mixed"
+
 
 _ROADS: dict[Road, tuple[KernelClass, Form]] = {
     "fp8": (KernelClass.MOE_PREFILL, "fp8"),
@@ -126,7 +166,7 @@ def prefill_chunk(
         KernelClass.ELEMENTWISE: Work(
             bytes=layers * tokens * _elementwise_bytes(shape, tp), launches=4 * layers
         ),
-        KernelClass.CHUNK: Work(launches=layers),
+        KernelClass.CHUNK: Work(launches=PLANNED_PAGES + tokens / PAGE_TOKENS),
     }
     if with_unembedding:
         parts[KernelClass.UNEMBEDDING] = Work(bytes=floors.unembedding_bytes(shape) / tp, launches=1)
@@ -134,6 +174,11 @@ def prefill_chunk(
         sent = floors.all_reduce_bytes(shape, tokens, tp)
         parts[KernelClass.ALL_REDUCE_LARGE] = Work(bytes=2 * layers * sent, launches=2 * layers)
     return parts
+
+
+def least_bytes(parts: Parts) -> float:
+    """Of a decode step, from one GPU's memory: weights, keys and values; activations may stay on the chip."""
+    return sum(part.bytes for kind, part in parts.items() if kind not in LINKS | ACTIVATIONS)
 
 
 def layout_floor_s(
@@ -151,7 +196,7 @@ def layout_floor_s(
     """
     if input_tokens is None:
         parts = decode_step(shape, layout, batch or 1, context or 1)
-        least_s = sum(part.bytes for kind, part in parts.items() if kind not in LINKS) / gpu.bytes_per_s
+        least_s = least_bytes(parts) / gpu.bytes_per_s
     else:
         parts = prefill_chunk(shape, layout, input_tokens, 0, road="fp8")
         compute_s = sum(p.bf16_flop / gpu.bf16_flops + p.fp8_flop / gpu.fp8_flops for p in parts.values())

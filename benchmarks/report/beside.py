@@ -6,20 +6,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from antiphon.benchmarks.plan.cost_model import CostModel
+from antiphon.benchmarks.plan.planner import LAYOUTS
+from antiphon.benchmarks.plan.work import layout_floor_s
 from antiphon.benchmarks.records import BENCH_DECODE, BENCH_PREFILL, Layout, Record
 from antiphon.benchmarks.report.markdown import marked, short, table
 from antiphon.benchmarks.sweep.points import Point
-from antiphon.benchmarks.sweep.prices import figure
+from antiphon.benchmarks.sweep.prices import Figure, figure
 from antiphon.benchmarks.sweep.replicas import AT_ONCE
 
 PEERS_HEAD = """## Beside other systems
 
 Prefill is one prompt to its first token, decode one step of a batch. A ratio above 1 says that the peer takes
 longer; one with a predicted figure of ours is in italics. Points with a date were measured by `antiphon bench
-beside`: both on the same GPUs in the same run, with the same weights and prompts; a layout behind the peer's
-name is its own, over as many GPUs. The others were measured apart (`benchmarks/results/peers.json`), and only
-layouts that are alike are compared; of several ways in which a peer can run its experts the fastest one
-counts there.
+beside`: both on the same GPUs in the same run, with the same weights and prompts. The others were measured
+apart (`benchmarks/results/peers.json`): there each of our layouts that was measured over as many GPUs has a
+row, and of several ways in which a peer can run its experts the fastest one counts. A layout behind the
+peer's name is its own where it is another than ours.
 """
 REPLICAS_HEAD = """## Replicas at the same time
 
@@ -56,30 +58,49 @@ def peer_section(
         for point, peer in sorted({*together, *apart}, key=_order):
             if (point, peer) in together:
                 pair, theirs = together[point, peer]
-                ours_ms, peer_ms, known, when = pair.value, theirs.value, True, pair.date[:10]
-                floor_ms = pair.floor
                 over = "" if theirs.layout == pair.layout else f" ({theirs.layout})"
-            else:
-                ours = figure(point, model, measured, 1.0)
-                ours_ms, peer_ms, known = ours.seconds * 1e3, apart[point, peer] * 1e3, ours.measured
-                floor_ms, when, over = _floor_ms(measured, point, peer), "apart", ""
-            rows.append(
-                [
-                    model.model,
-                    point.layout.name,
-                    _what(point),
-                    "–" if floor_ms is None else short(floor_ms),
-                    marked(short(ours_ms), known),
-                    short(peer_ms),
-                    marked(f"{peer_ms / ours_ms:.2f}", known),
-                    peer + over,
-                    when,
-                ]
-            )
+                rows.append(
+                    [
+                        model.model,
+                        point.layout.name,
+                        _what(point),
+                        "–" if pair.floor is None else short(pair.floor),
+                        short(pair.value),
+                        short(theirs.value),
+                        f"{theirs.value / pair.value:.2f}",
+                        peer + over,
+                        pair.date[:10],
+                    ]
+                )
+                continue
+            for ours in _ours_beside(point, model, measured):
+                same = ours.point.layout == point.layout
+                floor_ms = (same and _floor_ms(measured, point, peer)) or _least_ms(model, ours.point)
+                peer_ms = apart[point, peer] * 1e3
+                rows.append(
+                    [
+                        model.model,
+                        ours.point.layout.name,
+                        _what(point),
+                        short(floor_ms),
+                        marked(short(ours.seconds * 1e3), ours.measured, ours.holds_fp8),
+                        short(peer_ms),
+                        marked(f"{peer_ms / ours.seconds / 1e3:.2f}", ours.measured),
+                        peer if same else f"{peer} ({point.layout.name})",
+                        "apart",
+                    ]
+                )
     if not rows:
         return PEERS_HEAD + "\nNo other system has been measured yet."
     head = ["model", "layout", "point", "floor ms", "ours ms", "peer ms", "peer / ours", "peer", "measured"]
     return PEERS_HEAD + "\n" + table(head, rows)
+
+
+def _ours_beside(point: Point, model: CostModel, measured: Sequence[Record]) -> list[Figure]:
+    """Ours of every layout measured over as many GPUs; where none was, predicted, of the same layout."""
+    layouts = [layout for layout in LAYOUTS if layout.gpus == point.layout.gpus]
+    found = [figure(replace(point, layout=layout), model, measured, 1.0) for layout in layouts]
+    return [each for each in found if each.measured] or [figure(point, model, measured, 1.0)]
 
 
 def point_of(record: Record) -> Point:
@@ -115,7 +136,7 @@ def replica_section(models: Sequence[CostModel], measured: Sequence[Record]) -> 
             if record.bench == BENCH_PREFILL:
                 one = Point(record.bench, model.model, Layout(layout.tp, layout.ep), record.input_tokens)
             alone = figure(one, model, [each for each in measured if AT_ONCE not in each.extra], 1.0)
-            if alone.measured:
+            if alone.measured and alone.holds_fp8 == record.holds_fp8:
                 rows.append(
                     [
                         model.model,
@@ -150,6 +171,11 @@ def _floor_ms(measured: Sequence[Record], point: Point, peer: str) -> float | No
         record.floor for record in measured if point.measured_by(record, peer) and record.floor is not None
     ]
     return min(floors, default=None)
+
+
+def _least_ms(model: CostModel, point: Point) -> float:
+    least_s = layout_floor_s(model.shape, point.layout, point.input_tokens, point.batch, point.context)
+    return least_s * 1e3
 
 
 def _what(point: Point) -> str:

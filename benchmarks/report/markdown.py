@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from antiphon.benchmarks.plan.cost_model import CostModel
+from antiphon.benchmarks.plan.cost_model import LARGER, SMALLER, CostModel
 from antiphon.benchmarks.plan.efficiency import Efficiencies
 from antiphon.benchmarks.plan.fit import Errors
 from antiphon.benchmarks.sweep.points import BATCHES, INPUT_TOKENS
@@ -17,9 +17,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def marked(text: str, measured: bool) -> str:
-    """The text of a figure, marked when it is predicted."""
-    return text if measured else f"*{text} p*"
+def marked(text: str, measured: bool, holds_fp8: bool = False) -> str:
+    """The text of a figure, marked when it is predicted, or of a worker that was told to hold FP8 experts."""
+    if not measured:
+        return f"*{text} p*"
+    return f"{text} r" if holds_fp8 else text
 
 
 def short(value: float) -> str:
@@ -38,7 +40,8 @@ def prefill_table(figures: Sequence[Figure]) -> str:
     for layout, mine in by_layout(figures).items():
         cells = {
             each.point.input_tokens: marked(
-                f"{short(each.seconds * 1e3)} ms, ${each.price_per_million:.3f}", each.measured
+                f"{short(each.seconds * 1e3)} ms, ${each.price_per_million:.3f}",
+                *(each.measured, each.holds_fp8),
             )
             for each in mine
         }
@@ -74,6 +77,19 @@ def pareto_table(figures: Sequence[Figure]) -> str:
     return table(["layout", "batch", "tokens/s per user", "$/M output tokens"], rows)
 
 
+def measured_front(figures: Sequence[Figure]) -> str:
+    """The front of the measured points alone, as a sentence."""
+    front = pareto_front(each for each in figures if each.measured)
+    if not front:
+        return "None of them has been measured yet."
+    points = [
+        f"{each.point.layout.name} x {each.point.batch} ({short(each.tokens_per_s_user)}, "
+        f"${each.price_per_million:.3f})"
+        for each in front
+    ]
+    return f"Of the measured points alone, by batch (tokens/s per user, $): {', '.join(points)}."
+
+
 def efficiency_table(efficiencies: Efficiencies) -> str:
     """The law of each kernel class."""
     rows = []
@@ -102,9 +118,10 @@ def step_errors(model: CostModel) -> list[list[str]]:
     rows = []
     for name, whole in (("decode step", model.decode_correction), ("prompt", model.prefill_correction)):
         rows.append([name, "each point from all others", str(whole.points), *_errors(whole.held_out)])
-        across = whole.layout_held_out
         points = str(whole.layout_points)
-        rows.append([name, "other layouts from TP1 alone", points, *_errors(across)])
+        rows.append([name, "other layouts from TP1 alone", points, *_errors(whole.layout_held_out)])
+        points = str(whole.model_points)
+        rows.append([name, f"{LARGER} from {SMALLER} alone", points, *_errors(whole.model_held_out)])
     return rows
 
 

@@ -18,7 +18,7 @@ from antiphon.benchmarks.records import BENCH_DECODE, RESULTS, Record, RecordErr
 from antiphon.benchmarks.report import beside, hand_off, markdown, split
 from antiphon.benchmarks.svg import Axis, Chart, Series
 from antiphon.benchmarks.sweep.points import CONTEXTS, MODELS, grid
-from antiphon.benchmarks.sweep.prices import Figure, by_layout, figure
+from antiphon.benchmarks.sweep.prices import Figure, by_layout, figure, pareto_front
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PRICE = 3.0
@@ -29,17 +29,23 @@ This page is made from `benchmarks/results/*.json` by `antiphon bench report`; n
 
 A figure in *italics with a p* is **predicted** by the cost model of `antiphon plan`: floors (bytes over
 rated bandwidth, operations over rated speed) times an efficiency for each kernel class. A plain figure is
-**measured** on {gpu}, with its commit and date in the raw file. Prices are at ${price:.2f} per GPU
-hour. DP, as whole replicas of a layout, multiplies the rate at the same latency and price, so it has no rows
-in these tables; what replicas cost one another is measured below where it was.
+**measured** on {gpu}, with its commit and date in the raw file. One with an r is measured on a worker that
+was told to hold FP8 experts beside the 4-bit ones (`fp8_experts: resident`), and stands where a worker's
+defaults have not been measured. Prices are at ${price:.2f} per GPU hour. DP, as whole replicas of a layout,
+multiplies the rate at the same latency and price, so it has no rows in these tables; what replicas cost one
+another is measured below where it was.
 """
 
 COST_MODEL = """## What predictions rest on
 
 The time of a kernel class is a sum of three terms: its launches, its bytes at the rated bandwidth times a
-factor, and its operations at the rated speed times a factor. "Assumed" classes were not measured yet. Whole
-measured steps then give a factor to each of three groups of classes: attention, experts (and prefill's other
-products), and the rest. Errors are those of each measured point when it is predicted from all the others.
+factor, and its operations at the rated speed times a factor. "Assumed" classes were not measured yet; sums
+over more than two ranks are taken as those of two, by what each sends. Whole measured steps then give a
+factor to each of these: attention, experts, FP8 experts that are held, other products, small kernels with
+planning, launches that wait for those before them, kernels that begin before those are over, and what ranks
+do together. Errors are those of each measured point when it is predicted from all the others; of every layout
+of several ranks when none of their points is known; and of one model when none of its own is. Replicas of TP1
+are not among them.
 """
 
 
@@ -100,8 +106,10 @@ def _model_section(
             f"### Decode at {context:,} tokens of context: step, and $ per million output tokens, by batch\n",
             markdown.decode_table(decode),
             f"\n![{title}: price against speed]({name})\n",
-            "Points that no other beats in both speed and price:\n",
+            "Pareto front, the points that no other beats in both speed and price:\n",
             markdown.pareto_table(decode),
+            "",
+            markdown.measured_front(decode),
             "",
         ]
     return "\n".join(parts)
@@ -115,6 +123,9 @@ def _decode_chart(title: str, figures: Sequence[Figure]) -> str:
         predicted = not all(each.measured for each in mine)
         label = f"{layout.name}, predicted" if predicted else layout.name
         series.append(Series(label, points, dashed=predicted))
+    best = pareto_front(figures)
+    front = [(each.tokens_per_s_user, each.price_per_million) for each in best]
+    series.append(Series("Pareto front", front, dashed=not all(each.measured for each in best), marks=False))
     x = Axis("tokens per second per user", log=True)
     return Chart(title, x, Axis("$ per million output tokens", log=True), tuple(series)).render() + "\n"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from functools import cache
@@ -14,8 +13,7 @@ from hypothesis import strategies as st
 from antiphon.benchmarks import floors
 from antiphon.benchmarks.plan import work
 from antiphon.benchmarks.plan.cost_model import CostModel, build
-from antiphon.benchmarks.plan.efficiency import ASSUMED, Efficiencies, calibrate
-from antiphon.benchmarks.plan.fit import leave_one_out, non_negative_fit
+from antiphon.benchmarks.plan.efficiency import Efficiencies
 from antiphon.benchmarks.plan.hardware import H200
 from antiphon.benchmarks.plan.planner import LAYOUTS, NoPlan, Targets, plans, price_per_million, size_decode
 from antiphon.benchmarks.plan.queueing import (
@@ -26,7 +24,7 @@ from antiphon.benchmarks.plan.queueing import (
     wait_quantile_s,
 )
 from antiphon.benchmarks.plan.work import KernelClass
-from antiphon.benchmarks.records import Layout, Record
+from antiphon.benchmarks.records import Layout
 from antiphon.model.config import preset
 
 ONE = Layout()
@@ -39,8 +37,7 @@ def uncalibrated(model: str) -> CostModel:
 
 def decode_floor_ms(model: str, batch: int, context: int, form: floors.Form) -> float:
     parts = work.decode_step(preset(model), ONE, batch, context, form)
-    moved = sum(part.bytes for part in parts.values())
-    return moved / H200.bytes_per_s * 1e3
+    return work.least_bytes(parts) / H200.bytes_per_s * 1e3
 
 
 # By hand from the published shapes: bytes over 4.8 TB/s, MXFP4 and FP8 weights, bf16 KV, one GPU.
@@ -124,8 +121,6 @@ def test_memory_of_a_decode_worker() -> None:
     # 139 GiB - 8 GB - 65.25 GB = 76.0 GB; a sequence of 8,192 tokens is 18 * 2048 * (8192 + 192) = 309.1 MB.
     assert model.largest_batch(ONE, 8192) == 245
     assert model.largest_batch(ONE, 32768) < 128 < uncalibrated("gpt-oss-20b").largest_batch(ONE, 32768) * 2
-    assert not model.holds_fp8(ONE)
-    assert model.holds_fp8(Layout(2))
 
 
 def test_prices_by_hand() -> None:
@@ -184,112 +179,6 @@ def test_what_cannot_be_met_is_said() -> None:
         plans(uncalibrated("gpt-oss-120b"), Targets(1e-3, 0.05, 4000, 500, 1))
     with pytest.raises(NoPlan, match="positive"):
         Targets(1.0, 0.05, 4000, 500, 0.0)
-
-
-def test_a_fit_finds_the_law_it_was_made_from() -> None:
-    rows = [
-        ((1.0, m, c), 9e-6 + 1.2 * m + 2.0 * c)
-        for m, c in itertools.product((1e-5, 1e-4, 3e-4), (1e-6, 8e-5))
-    ]
-    assert non_negative_fit(rows) == pytest.approx((9e-6, 1.2, 2.0), rel=1e-6)
-    errors = leave_one_out(rows)
-    assert errors is not None
-    assert errors.worst < 1e-6
-    # (2 c - 1)^2 + 4 (c - 1)^2 is least at 3 / 4.
-    assert non_negative_fit([((2.0,), 1.0)], 4.0) == pytest.approx((0.75,))
-    falling = [((1.0, float(x)), 10.0 - x) for x in range(5)]
-    assert non_negative_fit(falling)[1] == 0.0
-
-
-def kernel_record(batch: int, floor_us: float, value_us: float) -> Record:
-    point = {"batch": batch, "kernel": "moe_streamed", "floor": floor_us}
-    return Record("kernel", "gpt-oss-20b", "TP1", H200.name, "c", "d", value_us, "us", **point)  # type: ignore[arg-type]
-
-
-def test_measurements_replace_assumptions_and_only_theirs() -> None:
-    few = [kernel_record(1, 11, 23.7), kernel_record(8, 59.7, 85.7)]
-    assert calibrate(few).laws[KernelClass.MOE_DECODE] == ASSUMED[KernelClass.MOE_DECODE]
-    enough = [*few, kernel_record(32, 87.2, 125.4), kernel_record(128, 88.1, 164.4)]
-    laws = calibrate(enough).laws
-    assert laws[KernelClass.MOE_DECODE].points == 4
-    assert laws[KernelClass.MOE_DECODE].held_out is not None
-    assert laws[KernelClass.DENSE_DECODE] is ASSUMED[KernelClass.DENSE_DECODE]
-    elsewhere = [Record(**{**_fields(r), "device": "NVIDIA H100"}) for r in enough]  # type: ignore[arg-type]
-    assert not calibrate(elsewhere).laws[KernelClass.MOE_DECODE].measured
-
-
-def test_attention_is_fitted_by_its_floors_and_the_fastest_variant() -> None:
-    def attention(shape: str, floor_us: float, value_us: float, kernel: str = "decode full") -> Record:
-        more = {"kernel": kernel, "floor": floor_us, "extra": {"shape": shape}}
-        return Record("kernel", "", "TP1", H200.name, "c", "d", value_us, "us", **more)  # type: ignore[arg-type]
-
-    points = [(f"B={b} ctx=8192", 3.5 * b, 6.0 + 1.05 * 3.5 * b) for b in (1, 8, 32, 128)]
-    measured = [attention(f"{shape} s=16", floor, value) for shape, floor, value in points]
-    slower = [
-        attention(f"{shape} s=3", floor, value * 2, "decode full pdl") for shape, floor, value in points
-    ]
-    law = calibrate([*slower, *measured, *slower]).laws[KernelClass.ATTENTION_DECODE]
-    assert (law.points, law.compute) == (4, ASSUMED[KernelClass.ATTENTION_DECODE].compute)
-    assert (law.launch_s, law.memory) == pytest.approx((6e-6, 1.05), rel=1e-6)
-
-
-def _fields(record: Record) -> dict[str, object]:
-    return {name: getattr(record, name) for name in Record.__dataclass_fields__}
-
-
-def test_whole_steps_correct_each_group_and_show_their_error() -> None:
-    model = uncalibrated("gpt-oss-20b")
-    factors = (1.1, 1.3, 0.8)
-
-    def step(layout: Layout, batch: int, context: int, off: float = 1.0) -> Record:
-        groups = model.decode_groups_s(layout, batch, context)
-        value = off * sum(f * s for f, s in zip(factors, groups, strict=True)) * 1e3
-        more = {"batch": batch, "context": context}
-        return Record("decode_step", "gpt-oss-20b", layout.name, H200.name, "c", "d", value, "ms", **more)  # type: ignore[arg-type]
-
-    points = list(itertools.product((1, 8, 32, 128), (8192, 32768)))
-    measured = [step(ONE, batch, context) for batch, context in points]
-    corrected = build("gpt-oss-20b", measured)
-    # A little is given up to the pull towards 1.
-    assert corrected.decode_correction.factors == pytest.approx(factors, rel=0.12)
-    assert corrected.decode_correction.held_out is not None
-    assert corrected.decode_correction.held_out.worst < 0.03
-    groups = model.decode_groups_s(ONE, 64, 8192)
-    expected = sum(f * s for f, s in zip(factors, groups, strict=True))
-    assert corrected.decode_step_s(ONE, 64, 8192) == pytest.approx(expected, rel=0.02)
-    assert build("gpt-oss-20b", measured[:5]).decode_correction.points == 0
-    two = build("gpt-oss-20b", [*measured, *(step(Layout(2), batch, 8192, 1.1) for batch in (1, 8, 32))])
-    across = two.decode_correction.layout_held_out
-    assert across is not None
-    assert across.median == pytest.approx(1 - 1 / 1.1, abs=0.02)
-    assert two.decode_correction.layout_points == 3
-
-
-def test_terms_that_hardly_vary_keep_their_assumption() -> None:
-    def logits(batch: int, value_us: float) -> Record:
-        more = {"batch": batch, "kernel": "logits", "floor": 241.0 + batch / 10}
-        return Record("kernel", "gpt-oss", "TP1", H200.name, "c", "d", value_us, "us", **more)  # type: ignore[arg-type]
-
-    law = calibrate([logits(1, 280.0), logits(8, 281.0), logits(32, 283.0)]).laws[KernelClass.UNEMBEDDING]
-    assert law.launch_s == ASSUMED[KernelClass.UNEMBEDDING].launch_s
-    assert law.memory == pytest.approx(270 / 241, rel=0.02)
-
-
-def test_a_kernel_that_was_replaced_does_not_count() -> None:
-    def attention(kernel: str, tokens: int, factor: float) -> Record:
-        floor_us = 555.0 * (tokens / 8192) ** 2
-        extra = {} if kernel == "attention full" else {"shape": f"T={tokens} ctx={tokens}"}
-        more = {"kernel": kernel, "floor": floor_us, "extra": extra}
-        if kernel == "attention full":
-            more["input_tokens"] = tokens
-        return Record("kernel", "gpt-oss", "TP1", H200.name, "c", "d", 10 + floor_us * factor, "us", **more)  # type: ignore[arg-type]
-
-    old = [attention("prefill full", tokens, 3.0) for tokens in (1024, 2048, 8192, 16384)]
-    new = [attention("attention full", tokens, 2.0) for tokens in (1024, 8192, 32768)]
-    assert calibrate(old).laws[KernelClass.ATTENTION_PREFILL].compute == pytest.approx(3.0)
-    law = calibrate(old + new).laws[KernelClass.ATTENTION_PREFILL]
-    assert law.points == 3
-    assert law.compute == pytest.approx(2.0)
 
 
 def test_erlang_and_the_square_root_rule() -> None:

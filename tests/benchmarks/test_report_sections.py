@@ -74,6 +74,17 @@ def test_the_fastest_way_of_a_peer_stands_beside_ours(tmp_path: Path) -> None:
     assert "| gpt-oss-20b | TP1 | 8 x 8,192 | 0.9 | 2 | 3 | 1.50 | other 1.0 | apart |" in page
     predicted = next(line for line in page.splitlines() if line.startswith("| gpt-oss-20b | TP2 | 8 x 8,192"))
     assert " p* | 9 | *" in predicted
+    # As soon as a layout of ours was measured over as many GPUs, it takes that one's place.
+    append_records(tmp_path / "r.json", [replace(OURS, layout="TP2 EP2", value=1.5)])
+    page = render(tmp_path)["benchmarks.md"]
+    section = page[page.index("## Beside other systems") :]
+    assert "| TP2 EP2 | 8 x 8,192 | 1.2 | 1.5 | 9 | 6.00 | other 1.0 (TP2) | apart |" in section
+    assert "| gpt-oss-20b | TP2 | 8 x" not in section
+    append_records(tmp_path / "r.json", [replace(OURS, layout="TP2", value=1.8)])
+    page = render(tmp_path)["benchmarks.md"]
+    section = page[page.index("## Beside other systems") :]
+    assert "| gpt-oss-20b | TP2 | 8 x 8,192 | 0.9 | 1.8 | 9 | 5.00 | other 1.0 | apart |" in section
+    assert "| gpt-oss-20b | TP2 EP2 | 8 x 8,192 | 1.2 | 1.5 |" in section
 
 
 def test_what_was_measured_in_one_run_goes_before_what_was_measured_apart(tmp_path: Path) -> None:
@@ -108,6 +119,18 @@ def test_what_was_measured_in_one_run_goes_before_what_was_measured_apart(tmp_pa
     (tmp_path / "beside.json").write_text(json.dumps([entry | {"peer": {"system": "other 1.0"}}]))
     with pytest.raises(RecordError, match=r"beside\.json, entry 0"):
         render(tmp_path)
+
+
+def test_replicas_are_not_set_beside_one_that_holds_other_weights(tmp_path: Path) -> None:
+    prompt = replace(OURS, bench="prefill", batch=1, context=None, input_tokens=1024)
+    append_records(
+        tmp_path / "r.json",
+        [
+            replace(prompt, extra={"resident_weights": "mxfp4"}),
+            replace(prompt, layout="TP1 DP2", value=2.2, extra={"resident_weights": "mxfp4 and fp8"}),
+        ],
+    )
+    assert "+10.0%" not in render(tmp_path)["benchmarks.md"]
 
 
 def test_replicas_stand_beside_one(tmp_path: Path) -> None:

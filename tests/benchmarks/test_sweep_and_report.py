@@ -32,7 +32,6 @@ from antiphon.benchmarks.records import (
 )
 from antiphon.benchmarks.report.page import DOCS, render
 from antiphon.benchmarks.svg import Axis, Chart, Series
-from antiphon.benchmarks.sweep import meter as meter_module
 from antiphon.benchmarks.sweep.command import Sizes, SweepIncomplete, run_command
 from antiphon.benchmarks.sweep.meter import Effort, Meter, NotMeasurable, devices_here, engine_opener
 from antiphon.benchmarks.sweep.points import Point, grid, layouts_for
@@ -336,6 +335,21 @@ def test_of_several_ways_to_hold_the_weights_the_fastest_counts() -> None:
     assert figure(point, model, [fast, slow], 3.0).seconds == pytest.approx(0.07)
 
 
+def test_fp8_experts_that_were_held_stand_in_where_the_default_was_not_measured(tmp_path: Path) -> None:
+    model = build("gpt-oss-20b", [])
+    point = Point(BENCH_PREFILL, "gpt-oss-20b", ONE, input_tokens=8192)
+    held = replace(record(point, 50.0), extra={"resident_weights": "mxfp4 and fp8"})
+    default = replace(record(point, 70.0), extra={"resident_weights": "mxfp4"})
+    assert not point.measured_by(held)  # so the next sweep measures it
+    alone, both = figure(point, model, [held], 3.0), figure(point, model, [held, default], 3.0)
+    assert (alone.seconds, alone.holds_fp8) == (pytest.approx(0.05), True)
+    assert (both.seconds, both.holds_fp8) == (pytest.approx(0.07), False)
+    append_records(tmp_path / "r.json", [held])
+    assert "| 50 ms, $0.005 r |" in render(tmp_path)["benchmarks.md"]
+    append_records(tmp_path / "r.json", [default])
+    assert "| 70 ms, $0.007 |" in render(tmp_path)["benchmarks.md"]
+
+
 def test_ways_that_are_off_by_default_are_nobody_s_figure() -> None:
     def figures(choices: str) -> list[Record]:
         points = [
@@ -349,21 +363,23 @@ def test_ways_that_are_off_by_default_are_nobody_s_figure() -> None:
     assert [point.measured_by(figures(choices)[1]) for choices in ("", "launched")] == [True, False]
 
 
-def test_the_engine_s_meter_makes_the_weights_once_and_gives_each_role_its_form(
+def test_the_engine_s_meter_makes_the_weights_once_as_workers_hold_them_unasked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from antiphon.benchmarks import engine, engine_decode, engine_model
+    from antiphon.configs.workers import WorkerConfig
 
-    made: list[tuple[str, bool]] = []
+    made: list[str] = []
     looked_at: list[int] = []
 
-    def bench(how: str, resident_fp8: bool) -> SimpleNamespace:
-        made.append((how, resident_fp8))
-        return SimpleNamespace(resident_fp8=resident_fp8)
+    def bench(name: str, device: object, resident_fp8: bool = False) -> SimpleNamespace:
+        assert resident_fp8 == (WorkerConfig().fp8_experts == "resident")
+        made.append("weights")
+        return SimpleNamespace()
 
     class Steps:
         def __init__(self, bench: object, largest: int, context: int, steps: int) -> None:
-            made.append((f"engine of {largest} x {context}", False))
+            made.append(f"engine of {largest} x {context}")
             self.context = context
 
         def point(self, batch: int, spread: float) -> tuple[object, ...]:
@@ -373,17 +389,13 @@ def test_the_engine_s_meter_makes_the_weights_once_and_gives_each_role_its_form(
         looked_at.append(batch)
         return 1.0
 
-    monkeypatch.setattr(engine_model, "make_bench", lambda name, device, fp8: bench("made", fp8))
-    monkeypatch.setattr(engine_model, "sharing", lambda before, fp8: bench("shared", fp8))
+    monkeypatch.setattr(engine_model, "make_bench", bench)
     monkeypatch.setattr(
         engine, "prefill_point", lambda bench, tokens, chunk, repeats, enough_s: ("prefill", tokens)
     )
     monkeypatch.setattr(engine_decode, "DecodeSteps", Steps)
     monkeypatch.setattr(engine_decode, "decode_spread", spread)
     points = grid(build("gpt-oss-20b", []), [ONE], (1024, 2048), (1, 8), (8192, 32768)).points
-    monkeypatch.setattr(
-        meter_module, "build", lambda name, measured: SimpleNamespace(holds_fp8=lambda layout: True)
-    )
     with engine_opener("cuda", Effort())("gpt-oss-20b", ONE, points) as meter:
         told: list[object] = [meter.measure(point) for point in points]
     assert told == [
@@ -394,23 +406,5 @@ def test_the_engine_s_meter_makes_the_weights_once_and_gives_each_role_its_form(
         ("decode", 1, 32768, 1.0),
         ("decode", 8, 32768, 1.0),
     ]
-    assert made == [
-        ("made", True),
-        ("shared", False),
-        ("engine of 8 x 8192", False),
-        ("engine of 8 x 32768", False),
-    ]
+    assert made == ["weights", "engine of 8 x 8192", "engine of 8 x 32768"]
     assert looked_at == [1, 8]
-
-
-def test_ranks_start_anew_between_roles_only_where_memory_asks_for_it() -> None:
-    both = Layout(2, 2)
-
-    def fits(model: str, batch: int, context: int) -> bool:
-        points = [Point(BENCH_DECODE, model, both, batch=batch, context=context)]
-        return meter_module._both_roles_fit(build(model, []), both, points)
-
-    assert fits("gpt-oss-20b", 128, 32768)  # 13 GB and 19 GB of experts over two ranks, 52 GB of pages each
-    assert not fits("gpt-oss-120b", 128, 32768)  # 33 and 60 GB of experts, 77 GB of pages
-    assert fits("gpt-oss-120b", 32, 8192)
-    assert meter_module._both_roles_fit(build("gpt-oss-120b", []), both, [])
