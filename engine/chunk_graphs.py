@@ -86,6 +86,7 @@ class ChunkGraphs:
         self._model = model
         self._kv_cache = kv_cache
         self._page_size = kv_cache.page_size
+        self._offsets = np.arange(kv_cache.page_size)
         self._pages = table_pages(settings)
         self._sizes = settings.chunk_graph_tokens
         words = torch.zeros(input_words(settings), dtype=torch.int64, device=runtime.device)
@@ -146,11 +147,12 @@ class ChunkGraphs:
         vectors[:_FULL_SLOT, count:] = 0
         vectors[_FULL_SLOT:, count:] = -1
         vectors[_TOKEN, :count] = item.sequence.token_ids[item.start : item.end]
-        positions = vectors[_POSITION, :count]
-        positions[:] = np.arange(item.start, item.end)
-        page, offset = np.divmod(positions, page_size)
-        for row, table in ((_FULL_SLOT, tables[0]), (_SLIDING_SLOT, tables[1])):
-            vectors[row, :count] = table[page].astype(np.int64) * page_size + offset
+        vectors[_POSITION, :count] = np.arange(item.start, item.end)
+        first_page = item.start // page_size
+        before = item.start - first_page * page_size
+        # [2, pages, page_size]: page by page, which spares a division of every position.
+        slots = tables[:, first_page:logical_pages, None].astype(np.int64) * page_size + self._offsets
+        vectors[_FULL_SLOT:, :count] = slots.reshape(2, -1)[:, before : before + count]
 
     def batch(self, size: int) -> ForwardBatch:
         """What the graphs of a padded size read, in the memory in which they read it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -20,7 +21,7 @@ from antiphon.engine.decode_graphs import DecodeGraphs, table_pages
 from antiphon.engine.device_runtime import Completion, DeviceRuntime, runtime_for
 from antiphon.engine.device_sampler import DeviceSampler, StepSampling
 from antiphon.engine.executor import Finished, LaunchedStep, grammars, layer_hook
-from antiphon.engine.grammar import OutputGrammar, step_masks
+from antiphon.engine.grammar import step_masks
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.engine.sampler import Choice
 from antiphon.engine.settings import EngineSettings
@@ -113,57 +114,73 @@ class DeviceExecutor:
             host.in_use = self._runtime.submit(lambda: _ignore(forward()))
             return _Launched(host.in_use, host, _nothing)
         rows = np.array(self._rows.assign([item.sequence for item in sampled]), dtype=np.int64)
-        sampling = self._sampler.prepare(sampled, rows, self._rows.version, host)
         if self._graphs is not None and len(sampled) == len(work) == sum(item.count for item in work):
-            forward = self._graphs.prepare(work, rows, np.array(sources, dtype=np.int64), host)
-            tail = self._graphs.tail(len(work), sampling.wishes)
-        else:
-            forward = self._prepare(work, rows, sources, host, on_layer_group)
-            tail = None
+            return self._launch_replayed(self._graphs, work, rows, sources, host)
+        forward = self._prepare(work, rows, sources, host, on_layer_group)
+        hidden: list[Tensor] = []
+        host.in_use = self._runtime.submit(lambda: hidden.append(forward()))
+        # What the choice needs is written while the device computes what it is made from.
+        sampling = self._sampler.prepare(sampled, rows, self._rows.version, host)
+        if any(item.sequence.grammar is not None for item in sampled):
+            return self._waiting(sampling, hidden, host.in_use, host, sends=True)
+        host.in_use = self._runtime.submit(partial(self._choose, sampling, hidden, sends=True))
+        return _Launched(host.in_use, host, sampling.read)
 
-        constrained = list(grammars(zip(rows.tolist(), sampled, strict=True)))
-        if constrained:
-            return self._launch_constrained(forward, sampling, constrained, host)
+    def _launch_replayed(
+        self,
+        graphs: DecodeGraphs,
+        work: Sequence[Work],
+        rows: np.ndarray,
+        sources: list[int],
+        host: HostMemory,
+    ) -> LaunchedStep:
+        """A step that only decodes: one copy brings all that its graphs read."""
+        sampling = self._sampler.prepare(work, rows, self._rows.version, host)
+        forward = graphs.prepare(work, rows, np.array(sources, dtype=np.int64), host)
+        constrained = any(item.sequence.grammar is not None for item in work)
+        tail = None if constrained else graphs.tail(len(work), sampling.wishes)
+        hidden: list[Tensor] = []
 
         def issue() -> None:
             sampling.send()
-            hidden = forward()
+            hidden.append(forward())
             if tail is not None:
                 tail.replay()
                 sampling.fetch(tail.output[: len(work)])
-            else:
-                sampling.fetch(sampling.choose_from(self._model, hidden))
+            elif not constrained:
+                self._choose(sampling, hidden, sends=False)
 
         host.in_use = self._runtime.submit(issue)
+        if constrained:
+            return self._waiting(sampling, hidden, host.in_use, host, sends=False)
         return _Launched(host.in_use, host, sampling.read)
 
-    def _launch_constrained(
+    def _choose(self, sampling: StepSampling, hidden: list[Tensor], *, sends: bool) -> None:
+        """Issue the choice from the hidden states of a step; ``sends`` what it reads, too."""
+        if sends:
+            sampling.send()
+        sampling.fetch(sampling.choose_from(self._model, hidden[0]))
+
+    def _waiting(
         self,
-        forward: Callable[[], Tensor],
         sampling: StepSampling,
-        constrained: list[tuple[int, OutputGrammar]],
+        hidden: list[Tensor],
+        completion: Completion,
         host: HostMemory,
+        *,
+        sends: bool,
     ) -> LaunchedStep:
-        """Compute now; choose once the tokens before are known, and with them what the grammars allow.
+        """Choose once the tokens before are known, and with them what the grammars allow.
 
         The host reads those tokens and finds the masks while the device computes this step.
         """
-        hidden: list[Tensor] = []
-
-        def compute() -> None:
-            sampling.send()
-            hidden.append(forward())
+        constrained = list(grammars(zip(sampling.rows.tolist(), sampling.work, strict=True)))
 
         def sample() -> tuple[Completion, Callable[[Completion], list[Choice]]]:
             chosen = sampling.constrained(step_masks(constrained))
+            return self._runtime.submit(partial(self._choose, chosen, hidden, sends=sends)), chosen.read
 
-            def choose() -> None:
-                chosen.fetch(chosen.choose_from(self._model, hidden[0]))
-
-            return self._runtime.submit(choose), chosen.read
-
-        host.in_use = self._runtime.submit(compute)
-        return _Launched(host.in_use, host, sampling.read, sample)
+        return _Launched(completion, host, sampling.read, sample)
 
     def _prepare(
         self,

@@ -95,7 +95,7 @@ def check_request(request: EngineRequest, settings: EngineSettings) -> array[int
     if not request.prompt_token_ids:
         reject("the prompt is empty")
     try:
-        token_ids = token_array((*request.prompt_token_ids, *request.output_token_ids))
+        token_ids = token_array(request.prompt_token_ids, request.output_token_ids)
     except struct.error as error:
         raise RequestRejected(request.request_id, "a token id is no whole number of 64 bits") from error
     for token in bounds(token_ids):

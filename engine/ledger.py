@@ -168,24 +168,22 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------- computing
 
-    def kv_written(self, work: Work, layer_group: int) -> KvWritten:
-        """What one layer group of one chunk has completed."""
+    def kv_written(self, work: Work, layer_groups: int) -> list[KvWritten]:
+        """What each layer group of one chunk will have completed."""
         sequence, table, size = work.sequence, work.sequence.pages, self._settings.page_size_tokens
         first = 0 if work.chunk == 0 else work.start // size
         end = -(-work.end // size)
         sliding: tuple[tuple[int, int], ...] = ()
         if work.last_chunk:
             begin = self.pages.window_first(work.end)
-            sliding = tuple((page, table.sliding[page - table.sliding_first]) for page in range(begin, end))
-        return KvWritten(
-            request_id=sequence.request.request_id,
-            attempt=sequence.attempt,
-            chunk=work.chunk or 0,
-            layer_group=layer_group,
-            last_chunk=work.last_chunk,
-            full_pages=tuple((page, table.full[page]) for page in range(first, end)),
-            sliding_pages=sliding,
-        )
+            held = table.sliding[begin - table.sliding_first : end - table.sliding_first]
+            sliding = tuple(zip(range(begin, end), held, strict=True))
+        full = tuple(zip(range(first, end), table.full[first:end], strict=True))
+        request_id, chunk = sequence.request.request_id, work.chunk or 0
+        return [
+            KvWritten(request_id, sequence.attempt, chunk, group, work.last_chunk, full, sliding)
+            for group in range(layer_groups)
+        ]
 
     def commit(self, work: Work, choice: Choice | None, step: int, now: float) -> list[EngineEvent]:
         """One item of a step was computed and perhaps sampled."""

@@ -52,8 +52,10 @@ class EngineLoop:
         device, kv_dtype: where the pages live and what they hold.
         kv_heads: kv heads of this rank; all of the model's when absent.
         full_fp8: pages of full layers hold FP8 instead.
-        on_scheduled: called on the engine thread after a step is planned and before it computes, with each
-            PagesReserved and PrefillStarted of the step. ``step`` returns the same events later.
+        on_scheduled: called on the engine thread with each PagesReserved and PrefillStarted of a step after
+            it is planned. A PrefillStarted waits until the device has work where it computes while the host
+            goes on: whom the callback wakes would take the interpreter's lock from the launch. It comes
+            before every KvWritten of its request all the same. ``step`` returns the same events later.
         on_kv_written: called on the engine thread while the step computes, right after the last layer of a
             layer group was issued. On a CUDA device the reader must order itself after the current stream.
             ``step`` returns the same events later.
@@ -97,6 +99,8 @@ class EngineLoop:
         self._on_kv_written = on_kv_written
         self._clock = clock
         self._events: list[EngineEvent] = []
+        self._unsaid: list[PrefillStarted] = []
+        """What ``on_scheduled`` is called with once the device has work."""
         self._changed = False
         self._stalled = True
         """The last step found nothing to do: only a command or a deadline can change that."""
@@ -149,13 +153,24 @@ class EngineLoop:
         for sequence in plan.admitted:
             event = self._ledger.admitted(sequence, now)
             self._events.append(event)
-            if self._on_scheduled is not None:
+            if self._on_scheduled is None:
+                continue
+            if isinstance(event, PrefillStarted) and self.settings.overlap:
+                self._unsaid.append(event)
+            else:
                 self._on_scheduled(event)
         return plan
+
+    def _say_started(self) -> None:
+        if self._on_scheduled is not None:
+            for event in self._unsaid:
+                self._on_scheduled(event)
+        self._unsaid.clear()
 
     def _launch(self, plan: StepPlan) -> InFlight | None:
         """Hand the plan to the device; None when there is nothing to compute or to commit."""
         launched = self._issue(plan) if plan.work else None
+        self._say_started()
         for sequence in plan.admitted:
             self._ledger.pages.name_pages(sequence)
         return launched
@@ -168,24 +183,23 @@ class EngineLoop:
             return InFlight(plan, self.executor.launch(computed))
         prefills = [work for work in computed if work.chunk is not None]
         # Made now: by the time of a group's last layer the sequence may have ended and lost its pages.
-        written = [
-            [self._ledger.kv_written(work, group) for work in prefills]
-            for group in range(self.settings.layer_groups)
-        ]
+        written = [self._ledger.kv_written(work, self.settings.layer_groups) for work in prefills]
 
         def on_layer_group(group: int) -> None:
-            for event in written[group]:
-                self._announce(event)
+            for events in written:
+                self._announce(events[group])
 
         return InFlight(plan, self.executor.launch(computed, on_layer_group))
 
     def _announce_cached(self, plan: StepPlan) -> None:
-        cached = [work for work in plan.work if not work.count]
-        for group in range(self.settings.layer_groups):
-            for work in cached:
-                self._announce(self._ledger.kv_written(work, group))
+        groups = self.settings.layer_groups
+        cached = [self._ledger.kv_written(work, groups) for work in plan.work if not work.count]
+        for group in range(groups):
+            for events in cached:
+                self._announce(events[group])
 
     def _announce(self, event: KvWritten) -> None:
+        self._say_started()
         self._events.append(event)
         if self._on_kv_written is not None:
             self._on_kv_written(event)

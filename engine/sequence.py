@@ -138,7 +138,7 @@ class Sequence:
         """Rank of submission: smaller came first. Kept over preemptions."""
         self.attempt = request.attempt
         if token_ids is None:
-            token_ids = token_array((*request.prompt_token_ids, *request.output_token_ids))
+            token_ids = token_array(request.prompt_token_ids, request.output_token_ids)
         self.token_ids = token_ids
         self.prompt_tokens = len(request.prompt_token_ids)
         sampling = request.sampling

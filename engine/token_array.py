@@ -13,14 +13,15 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def token_array(token_ids: Sequence[int]) -> array[int]:
-    """The ids, in memory of their own.
+def token_array(*parts: Sequence[int]) -> array[int]:
+    """The ids of all parts behind one another, in memory of their own.
 
     Raises:
         struct.error: one is no whole number of 64 bits.
     """
     ids = array("q")
-    ids.frombytes(struct.pack(f"{len(token_ids)}q", *token_ids))  # three times as fast as the constructor
+    for part in parts:
+        ids.frombytes(struct.pack(f"{len(part)}q", *part))  # three times as fast as the array's constructor
     return ids
 
 

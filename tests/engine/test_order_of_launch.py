@@ -56,3 +56,51 @@ def test_pages_of_a_reservation_are_named_while_its_kv_comes(kit: Any) -> None:
     loop.submit(kit.request("r", kit.prompt_of(100), kind=RequestKind.REMOTE_KV))
     loop.step()
     assert _keys(loop) == 6
+
+
+@pytest.mark.parametrize("kind", [RequestKind.COLOCATED, RequestKind.PREFILL_ONLY])
+def test_the_start_of_a_prompt_is_said_once_the_device_computes(kit: Any, kind: RequestKind) -> None:
+    heard: list[str] = []
+    loop = _watched(
+        kit,
+        lambda: heard.append("issued"),
+        on_scheduled=lambda event: heard.append(type(event).__name__),
+        on_kv_written=lambda event: heard.append(f"written {event.layer_group}"),
+    )
+    loop.submit(kit.request("r", kit.prompt_of(20), kind=kind))
+    loop.step()
+    if kind is RequestKind.COLOCATED:
+        assert heard == ["issued", "issued", "PrefillStarted"], "a chunk, and the choice of its token"
+    else:
+        # The stand-in calls back between its parts, before it says that all was issued.
+        assert heard == ["PrefillStarted", "written 0", "written 1", "issued"]
+
+
+def test_the_start_of_a_cached_prompt_is_said_before_what_it_finds(kit: Any) -> None:
+    heard: list[str] = []
+    loop = _watched(
+        kit,
+        lambda: None,
+        on_scheduled=lambda event: heard.append(f"started, {event.cached_tokens} cached"),
+        on_kv_written=lambda event: heard.append(f"written {event.layer_group}"),
+    )
+    for number in range(2):
+        heard.clear()
+        loop.submit(kit.request(f"r{number}", kit.prompt_of(33), kind=RequestKind.PREFILL_ONLY))
+        loop.step()
+        loop.step()
+    assert heard == ["started, 32 cached", "written 0", "written 1"]
+
+
+def test_a_reservation_is_said_before_the_launch(kit: Any) -> None:
+    """A prefill worker waits for it, and the device has the step before."""
+    heard: list[str] = []
+    loop = _watched(
+        kit, lambda: heard.append("issued"), on_scheduled=lambda event: heard.append(type(event).__name__)
+    )
+    loop.submit(kit.request("running", (1,), kind=RequestKind.REMOTE_KV, max_tokens=50))
+    loop.step()
+    heard.clear()
+    loop.submit(kit.request("r", kit.prompt_of(20), kind=RequestKind.REMOTE_KV))
+    loop.step()
+    assert heard == ["PagesReserved", "issued"]
