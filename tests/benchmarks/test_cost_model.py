@@ -13,8 +13,9 @@ from antiphon.benchmarks.plan.cost_model import CostModel, Group, build
 from antiphon.benchmarks.plan.efficiency import ASSUMED, calibrate
 from antiphon.benchmarks.plan.fit import leave_one_out, non_negative_fit
 from antiphon.benchmarks.plan.hardware import H200
+from antiphon.benchmarks.plan.planner import LAYOUTS
 from antiphon.benchmarks.plan.work import KernelClass
-from antiphon.benchmarks.records import Layout, Record
+from antiphon.benchmarks.records import RESULTS, Layout, Record, load_results
 from antiphon.model.config import preset
 
 ONE = Layout()
@@ -211,3 +212,27 @@ def test_a_kernel_that_was_replaced_does_not_count() -> None:
     law = calibrate(old + new).laws[KernelClass.ATTENTION_PREFILL]
     assert law.points == 3
     assert law.compute == pytest.approx(2.0)
+
+
+def test_the_project_s_own_figures_are_predicted_as_well_as_is_wanted() -> None:
+    model = build("gpt-oss-120b", load_results(RESULTS))
+    for whole in (model.decode_correction, model.prefill_correction):
+        assert whole.points > 50
+        assert whole.held_out is not None
+        assert whole.held_out.median <= 0.10
+        assert whole.held_out.worst <= 0.25
+        assert whole.layout_points > 30
+        assert whole.layout_held_out is not None
+        assert whole.layout_held_out.median <= 0.15
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "gpt-oss-120b"])
+def test_times_never_fall_with_the_batch_or_the_prompt(model: str) -> None:
+    """The planner halves its way to the largest batch; roads change between 16 and 17 sequences."""
+    found = build(model, load_results(RESULTS))
+    for layout, context in itertools.product(LAYOUTS, (1, 8192, 131_072)):
+        steps = [found.decode_step_s(layout, batch, context) for batch in range(1, 130)]
+        assert steps == sorted(steps), layout.name
+    for layout in LAYOUTS:
+        prompts = [found.prefill_s(layout, tokens) for tokens in range(1, 2100, 7)]
+        assert prompts == sorted(prompts), layout.name
