@@ -1,4 +1,4 @@
-"""One rank of ``test_peer_memory_cuda``, as a process: sums over peer memory, launched and replayed.
+"""One rank of ``test_peer_memory_cuda``, as a process: sums over peer memory, launched, replayed, repeated.
 
 Told by its arguments: rank, ranks, port of rank 0's store. Ends with an error when a sum is wrong.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from repeated import check_launches, compare_launches
 from torch import Tensor
 
 from antiphon.kernels.collectives.one_shot import OneShotReduce, peer_bytes
@@ -51,6 +52,21 @@ def check(reduce: OneShotReduce | TwoShotReduce, rank: int, ranks: int, rows: in
     assert int(wrong) == 0
 
 
+def check_repeats(reduce: OneShotReduce | TwoShotReduce, rank: int, rows: int, beside: bool) -> None:
+    """Back to back, of numbers whose sums are rounded: every launch leaves the same residual and norm."""
+    generator = torch.Generator().manual_seed(2000 * rank + rows)
+    parts = torch.randn(2, rows, WIDTH, generator=generator).bfloat16().cuda()
+    residual = torch.randn(rows, WIDTH, generator=generator).bfloat16().cuda()
+    weight = torch.rand(WIDTH, generator=generator).bfloat16().cuda()
+    normed = []
+
+    def launch(turn: int, residual: Tensor) -> None:
+        normed.append(reduce.add_norm_(parts[turn], residual, weight, 1e-5))
+
+    check_launches(launch, residual, beside=beside)
+    compare_launches(torch.stack(normed))
+
+
 def main(rank: int, ranks: int, port: int) -> None:
     """All rows, every way, and the memory given back."""
     device = torch.device("cuda", rank if torch.cuda.device_count() > 1 else 0)
@@ -66,6 +82,8 @@ def main(rank: int, ranks: int, port: int) -> None:
     for rows in (1, 3, 64, 512, MAX_ROWS):
         for way in ways:
             check(way, rank, ranks, rows)
+            for beside in (False, True):
+                check_repeats(way, rank, rows, beside)
     torch.cuda.synchronize()
     assert [each.close() for each in memory] == [True] * 2
     store.set(f"done-{rank}", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from repeated import alone_and_beside_copies, check_launches
 from torch import Tensor
 
 from antiphon.benchmarks.timing import relative_error
@@ -46,10 +47,12 @@ class Paged:
         )
 
     def run(self, kernel: DecodeAttention, window: int | None) -> Tensor:
-        out = torch.full_like(self.query, float("nan"))
+        return self.into(torch.full_like(self.query, float("nan")), self.query, kernel, window)
+
+    def into(self, out: Tensor, query: Tensor, kernel: DecodeAttention, window: int | None) -> Tensor:
         if window is None:
-            return kernel.full(self.query, self.layer, self.sequences, self.sinks, SCALE, out)
-        return kernel.sliding(self.query, self.layer, self.sequences, self.sinks, window, SCALE, out)
+            return kernel.full(query, self.layer, self.sequences, self.sinks, SCALE, out)
+        return kernel.sliding(query, self.layer, self.sequences, self.sinks, window, SCALE, out)
 
     def expected(self, window: int | None) -> Tensor:
         layer = self.layer.nan_to_num(0.0).float()
@@ -73,6 +76,21 @@ def test_any_number_of_splits(splits: int, pdl: bool) -> None:
     out = paged.run(kernel, None)
     assert relative_error(out, paged.expected(None)) <= BOUND
     assert torch.equal(out, paged.run(kernel, None)), "bit for bit from run to run"
+
+
+@alone_and_beside_copies
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (3, None), (20, None), (1, WINDOW)])
+def test_every_launch_is_the_same(splits: int, window: int | None, pdl: bool, beside: bool) -> None:
+    """More pages than are under way at one time, and fewer; in one part, and in some that are merged."""
+    paged = Paged(EDGES)
+    kernel = paged.kernel(splits, pdl)
+    queries = paged.query, torch.randn_like(paged.query)
+
+    def launch(turn: int, out: Tensor) -> None:
+        paged.into(out, queries[turn], kernel, window)
+
+    check_launches(launch, torch.full_like(paged.query, float("nan")), beside=beside)
 
 
 @pytest.mark.parametrize("pdl", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from repeated import alone_and_beside_copies, check_launches
 from torch import Tensor
 
 from antiphon.benchmarks.timing import relative_error
@@ -50,6 +51,69 @@ def test_qkv_rotation_and_page_write(tokens: int, pdl: bool) -> None:
     assert relative_error(query, reference.rope(q, positions, inv_freq, concentration)) <= 3e-3
     assert relative_error(cache, plain) <= 3e-3
     assert torch.equal(cache[:, 0].float(), plain[:, 0])
+
+
+@alone_and_beside_copies
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16])
+def test_every_qkv_is_the_same(tokens: int, pdl: bool, beside: bool) -> None:
+    torch.manual_seed(tokens)
+    rows = (QUERY_HEADS + 2 * KV_HEADS) * 64
+    inv_freq, concentration = reference.yarn_inv_freq(64, 150000.0, 32.0, 4096, 32.0, 1.0)
+    table = rotation_table(inv_freq.cuda(), concentration, 5000)
+    x, weight, bias = bf16(2, tokens, skinny.HIDDEN), bf16(rows, skinny.HIDDEN, scale=1 / 54), bf16(rows)
+    positions = torch.randint(0, 5000, (2, tokens), device="cuda")
+    slot = torch.randperm(PAGE, device="cuda")[:tokens].contiguous()
+
+    def launch(turn: int, query: Tensor, pages: Tensor) -> None:
+        skinny.qkv_rope(x[turn], weight, bias, positions[turn], slot, table, pages, query, pdl=pdl)
+
+    query = torch.full((tokens, QUERY_HEADS, 64), float("nan"), device="cuda").bfloat16()
+    check_launches(launch, query, bf16(1, KV_HEADS, 2, PAGE, 64), beside=beside)
+
+
+@alone_and_beside_copies
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16])
+def test_every_output_projection_is_the_same(tokens: int, pdl: bool, beside: bool) -> None:
+    torch.manual_seed(tokens)
+    rows = skinny.HIDDEN
+    x, weight = bf16(2, tokens, skinny.QUERY_WIDTH), bf16(rows, skinny.QUERY_WIDTH, scale=1 / 64)
+    bias = bf16(rows)
+
+    def launch(turn: int, residual: Tensor) -> None:
+        skinny.output_projection_(x[turn], weight, bias, residual, pdl=pdl)
+
+    check_launches(launch, bf16(tokens, rows), beside=beside)
+
+
+@alone_and_beside_copies
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16])
+def test_all_logits_are_the_same(tokens: int, pdl: bool, beside: bool) -> None:
+    torch.manual_seed(tokens)
+    x, weight = bf16(2, tokens, skinny.HIDDEN), bf16(VOCABULARY, skinny.HIDDEN, scale=1 / 54)
+
+    def launch(turn: int, out: Tensor) -> None:
+        skinny.logits(x[turn], weight, out, pdl=pdl)
+
+    check_launches(launch, torch.full((tokens, VOCABULARY), float("nan"), device="cuda"), beside=beside)
+
+
+@alone_and_beside_copies
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 128])
+def test_every_choice_is_the_same(rows: int, draws: bool, pdl: bool, beside: bool) -> None:
+    torch.manual_seed(rows)
+    logits = torch.randn(2, rows, VOCABULARY, device="cuda") * 3
+    inverse = torch.linspace(0.5, 2.0, rows, dtype=torch.float64, device="cuda") if draws else None
+    uniforms = torch.rand(rows, dtype=torch.float64, device="cuda") if draws else None
+
+    def launch(turn: int, sampled: Tensor) -> None:
+        choose_tokens(logits[turn], sampled, inverse, uniforms, pdl)
+
+    check_launches(launch, torch.full((rows,), -1, device="cuda"), beside=beside)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 16])

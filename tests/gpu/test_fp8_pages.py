@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from repeated import alone_and_beside_copies, check_launches
 from torch import Tensor
 
 from antiphon.benchmarks.timing import relative_error
@@ -87,6 +88,20 @@ def test_any_number_of_splits(splits: int, pdl: bool) -> None:
     for row in range(len(EDGES)):
         assert relative_error(out[row], expected[row]) <= BOUND
     assert torch.equal(out, filled.run(kernel)), "bit for bit from run to run"
+
+
+@alone_and_beside_copies
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("splits", [1, 3, 32])
+def test_every_launch_is_the_same(splits: int, pdl: bool, beside: bool) -> None:
+    filled = Filled(EDGES, [1] * len(EDGES))
+    kernel = HopperFp8DecodeAttention(len(EDGES), 8, filled.query.device, splits=splits, pdl=pdl)
+    queries = filled.query, torch.randn_like(filled.query)
+
+    def launch(turn: int, out: Tensor) -> None:
+        kernel.full(queries[turn], filled.pages, filled.sequences, filled.sinks, SCALE, out)
+
+    check_launches(launch, torch.full_like(filled.query, float("nan")), beside=beside)
 
 
 @pytest.mark.parametrize("splits", [1, 5])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from repeated import alone_and_beside_copies, check_launches
 from torch import Tensor
 
 from antiphon.benchmarks.timing import relative_error
@@ -60,6 +61,23 @@ def test_only_the_operands_are_rounded(rows: int, columns: int, tile: int) -> No
         assert relative_error(out, quantised(x) @ projection.widen().T + bias.float()) <= 3e-3
         assert relative_error(out, x.float() @ weight.T + bias.float()) <= BOUND
         assert torch.equal(out, project(x, projection, workspace, tile=tile))
+
+
+@alone_and_beside_copies
+@pytest.mark.parametrize("tokens", [65, 1024, 2500])
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_every_launch_is_the_same(rows: int, columns: int, tile: int, tokens: int, beside: bool) -> None:
+    torch.manual_seed(tokens)
+    weight = torch.randn(rows, columns, device="cuda") / columns**0.5
+    projection = Fp8Projection.from_weight(weight, torch.randn(rows, device="cuda").bfloat16())
+    workspace = ProjectionWorkspace(tokens, torch.device("cuda"))
+    x = torch.randn(2, tokens, columns, device="cuda").bfloat16()
+
+    def launch(turn: int, out: Tensor) -> None:
+        project(x[turn], projection, workspace, out, tile)
+
+    check_launches(launch, torch.full((tokens, rows), float("nan"), device="cuda").bfloat16(), beside=beside)
 
 
 def test_a_token_of_nan_is_its_own_matter() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from repeated import alone_and_beside_copies, check_launches
 from torch import Tensor
 
 from antiphon.benchmarks.timing import relative_error
@@ -117,16 +118,34 @@ class Road:
     ) -> Tensor:
         """The op, into a poisoned output."""
         workspace = self.workspace(x.shape[0]) if workspace is None else workspace
-        out = torch.full_like(x, float("nan"))
+        return self.into(torch.full_like(x, float("nan")), x, ids, weights, layer, workspace)
+
+    def into(
+        self,
+        out: Tensor,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        layer: Layer,
+        workspace: Fp8Workspace | MixedWorkspace,
+    ) -> Tensor:
+        """The op and nothing else."""
         if isinstance(workspace, Fp8Workspace):
             return prefill.moe_fp8(x, ids, weights, layer.fp8, workspace, out)
         return mixed.moe_mixed(*(x, ids, weights, layer.streamed, layer.exponents, workspace, out, self.tile))
 
     def fused(
-        self, x: Tensor, ids: Tensor, weights: Tensor, layer: Layer, residual: Tensor, gain: Tensor
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        layer: Layer,
+        residual: Tensor,
+        gain: Tensor,
+        workspace: Fp8Workspace | MixedWorkspace | None = None,
     ) -> Tensor:
         """With the residual add and the next norm."""
-        workspace = self.workspace(x.shape[0])
+        workspace = self.workspace(x.shape[0]) if workspace is None else workspace
         if isinstance(workspace, Fp8Workspace):
             return prefill.moe_add_rms_norm_(x, ids, weights, layer.fp8, workspace, residual, gain, EPS)
         return mixed.moe_add_rms_norm_(
@@ -159,6 +178,35 @@ def test_moe_matches_the_plain_op(road: Road, layer: Layer, tokens: int) -> None
     out = road.moe(x, ids, weights, layer)
     assert relative_error(out, layer.plain(x, ids, weights)) <= BOUND
     assert torch.equal(out, road.moe(x, ids, weights, layer))
+
+
+@alone_and_beside_copies
+@pytest.mark.parametrize("tokens", [20, 200, 1030])
+def test_every_launch_is_the_same(road: Road, layer: Layer, tokens: int, beside: bool) -> None:
+    """Tiles that are not full, an expert's tokens in one and in several, and more work than blocks."""
+    torch.manual_seed(tokens)
+    inputs = [(torch.randn(tokens, DIM, device="cuda").bfloat16(), *random_routing(tokens)) for _ in range(2)]
+    workspace = road.workspace(tokens)
+
+    def launch(turn: int, out: Tensor) -> None:
+        road.into(out, *inputs[turn], layer, workspace)
+
+    check_launches(launch, torch.full_like(inputs[0][0], float("nan")), beside=beside)
+
+
+def test_every_launch_with_a_norm_is_the_same(road: Road, layer: Layer) -> None:
+    torch.manual_seed(13)
+    inputs = [(torch.randn(200, DIM, device="cuda").bfloat16(), *random_routing(200)) for _ in range(2)]
+    residual, gain = (
+        torch.randn(200, DIM, device="cuda").bfloat16(),
+        torch.randn(DIM, device="cuda").bfloat16(),
+    )
+    workspace = road.workspace(200)
+
+    def launch(turn: int, normed: Tensor, residual: Tensor) -> None:
+        normed.copy_(road.fused(*inputs[turn], layer, residual, gain, workspace))
+
+    check_launches(launch, torch.full_like(residual, float("nan")), residual)
 
 
 def test_rounding_is_the_only_error(road: Road, layer: Layer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from repeated import alone_and_beside_copies, check_launches
 from torch import Tensor
 
 from antiphon.benchmarks.timing import relative_error
@@ -16,6 +17,7 @@ from antiphon.kernels.moe.decode import (
     group,
     moe_add_rms_norm,
     moe_streamed,
+    plan_launch,
     route_grouped,
 )
 from antiphon.kernels.moe.streamed import DIM, StreamedExperts
@@ -258,6 +260,26 @@ def test_router_norms_the_residual_stream(layer: Layer, tokens: int) -> None:
     out = moe_streamed(routing, layer.streamed, workspace)
     plain = layer.plain(normed.bfloat16(), ids, weights.bfloat16())
     assert relative_error(out, plain) <= BOUND
+
+
+@alone_and_beside_copies
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("tokens", [1, 8, 33, 200])
+def test_every_layers_half_is_the_same(layer: Layer, tokens: int, overlap: bool, beside: bool) -> None:
+    """Router and experts with both norms, as a decode step launches them."""
+    torch.manual_seed(tokens)
+    x = torch.randn(2, tokens, DIM, device="cuda").bfloat16()
+    norms = torch.rand(2, DIM, device="cuda").bfloat16() + 0.5
+    weight = (torch.randn(EXPERTS, DIM, device="cuda") / 54).bfloat16()
+    bias = torch.randn(EXPERTS, device="cuda").bfloat16()
+    workspace = MoeWorkspace(tokens, EXPERTS, x.device)
+    plan = LaunchPlan(plan_launch(tokens, EXPERTS).token_tile, overlap)
+
+    def launch(turn: int, normed: Tensor, residual: Tensor) -> None:
+        routing = route_grouped(x[turn], weight, bias, workspace, plan, norms[0], 1e-5)
+        moe_add_rms_norm(routing, layer.streamed, workspace, residual, norms[1], 1e-5, normed)
+
+    check_launches(launch, torch.full_like(x[0], float("nan")), x[0], beside=beside)
 
 
 def test_equal_logits_go_to_the_lowest_ids() -> None:

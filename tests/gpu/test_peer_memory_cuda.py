@@ -1,4 +1,4 @@
-"""Memory of another process' GPU: sums over it, launched and replayed, whatever GPUs each process sees."""
+"""Memory of another process' GPU: sums over it, launched, replayed, repeated, whatever each process sees."""
 
 from __future__ import annotations
 

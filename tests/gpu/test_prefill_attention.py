@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from repeated import alone_and_beside_copies, check_launches
 from torch import Tensor
 
 from antiphon.benchmarks.timing import relative_error
@@ -88,6 +89,28 @@ def test_matches_the_plain_op(
 ) -> None:
     torch.manual_seed(sum(lengths))
     check(lengths, queries, window, ordered=ordered)
+
+
+@alone_and_beside_copies
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize(
+    ("lengths", "queries"),
+    [([300, 129, 5], [33, 1, 5]), ([2049], [1030]), ([3000, 1, 2000], [3000, 1, 900])],
+)
+def test_every_launch_is_the_same(
+    lengths: list[int], queries: list[int], window: int | None, ordered: bool, beside: bool
+) -> None:
+    """Chunks of several sequences, one behind a prefix, and more items than blocks."""
+    torch.manual_seed(sum(lengths))
+    layer, sequences, query, sinks = paged(lengths, queries)
+    both = query, torch.randn_like(query)
+
+    def launch(turn: int, out: Tensor) -> None:
+        arguments = (both[turn], layer, sequences, sinks, window, SCALE, max(queries), out)
+        hopper_prefill_attention(*arguments, ordered=ordered)
+
+    check_launches(launch, torch.full_like(query, float("nan")), beside=beside)
 
 
 @pytest.mark.parametrize("window", [127, 128, 129, 130])

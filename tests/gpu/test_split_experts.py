@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from repeated import alone_and_beside_copies, check_launches
 from torch import Tensor
 
 from antiphon.benchmarks.timing import relative_error
@@ -188,6 +189,22 @@ def test_a_chunks_parts_are_rounded_as_whole_experts_are(
         total += out.float()
     expected = plain(layer.whole, *routing)
     assert relative_error(total, expected) <= 1.05 * relative_error(rounded(layer.whole, *routing), expected)
+
+
+@alone_and_beside_copies
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("tile", mixed.TILES)
+def test_every_chunk_of_a_part_is_the_same(layer: Layer, ranks: int, tile: int, beside: bool) -> None:
+    part = layer.rank(0, ranks)
+    converted, exponents = streamed_form(part), RowExponents.from_checkpoint(part.gate_up, part.down)
+    x, ids, weights = routed(600)
+    inputs = [(x[turn], ids[turn], weights[turn]) for turn in (slice(300), slice(300, None))]
+    workspace = MixedWorkspace(300, EXPERTS, x.device)
+
+    def launch(turn: int, out: Tensor) -> None:
+        moe_mixed(*inputs[turn], converted, exponents, workspace, out, tile)
+
+    check_launches(launch, torch.full_like(inputs[0][0], float("nan")), beside=beside)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
