@@ -124,23 +124,22 @@ def check_request(request: EngineRequest, settings: EngineSettings) -> array[int
 
 
 def _sampling_problem(params: SamplingParams, emitted: int, vocabulary: int) -> str | None:
-    ids = [*params.stop_token_ids, *(token for token, _ in params.logit_bias)]
-    checks = (
-        (
-            params.max_tokens > emitted,
-            f"max_tokens {params.max_tokens} with {emitted} tokens already emitted",
-        ),
-        (0 <= params.temperature < float("inf"), f"temperature {params.temperature} is not 0 or more"),
-        (0 < params.top_p <= 1, f"top_p {params.top_p} is not within (0, 1]"),
-        (params.top_k >= 0, f"top_k {params.top_k} is negative"),
-        (0 <= params.min_p <= 1, f"min_p {params.min_p} is not within [0, 1]"),
-        (all(0 <= token < vocabulary for token in ids), f"a stop id or biased id is not below {vocabulary}"),
-        (
-            params.top_logprobs is None or 0 <= params.top_logprobs <= vocabulary,
-            "top_logprobs is out of range",
-        ),
-    )
-    return next((problem for passed, problem in checks if not passed), None)
+    if params.max_tokens <= emitted:
+        return f"max_tokens {params.max_tokens} with {emitted} tokens already emitted"
+    if not 0 <= params.temperature < float("inf"):
+        return f"temperature {params.temperature} is not 0 or more"
+    if not 0 < params.top_p <= 1:
+        return f"top_p {params.top_p} is not within (0, 1]"
+    if params.top_k < 0:
+        return f"top_k {params.top_k} is negative"
+    if not 0 <= params.min_p <= 1:
+        return f"min_p {params.min_p} is not within [0, 1]"
+    ids = (*params.stop_token_ids, *(token for token, _ in params.logit_bias))
+    if not all(0 <= token < vocabulary for token in ids):
+        return f"a stop id or biased id is not below {vocabulary}"
+    if params.top_logprobs is not None and not 0 <= params.top_logprobs <= vocabulary:
+        return "top_logprobs is out of range"
+    return None
 
 
 def _grammar_problem(grammar: GrammarSpec, params: SamplingParams | None) -> str | None:
