@@ -20,8 +20,8 @@ from antiphon.benchmarks.kv_sides import (
     make_endpoint,
     now,
     raw_bytes,
-    seen_descriptors,
     span_of_tensor,
+    written,
 )
 from antiphon.kv_transfer.nixl_transport import NixlTransport
 from antiphon.kv_transfer.staging import SlotRange
@@ -132,7 +132,7 @@ class Sender:
             after_a_pause: the device is kept busy first, while the threads of both sides rest.
         """
         orders = self.orders(tokens)
-        before = self.descriptors
+        written.clear()
         if after_a_pause:
             self.wake_device()
         begin = now()
@@ -146,7 +146,7 @@ class Sender:
         sizes = [each.result(120).size_bytes for each in shipped]
         self._pipe.send(len(orders))
         end: float = self._pipe.recv()
-        moved = self.descriptors[len(before) :]
+        moved = [length for part in written for length in part.runs[:, 2].tolist()]
         return Outcome(
             *(tokens, sum(sizes), end - begin, len(moved), int(statistics.median(moved))),
             tail_ms=(end - ready) * 1e3,
@@ -191,11 +191,6 @@ class Sender:
             _keep_busy(cycles)
             stream.synchronize()
         return cycles / (time.perf_counter() - begin)
-
-    @property
-    def descriptors(self) -> list[int]:
-        """Lengths of all descriptors written so far through the endpoint."""
-        return list(seen_descriptors)
 
     def check(self, tokens: int) -> None:
         """Compare some pages on both sides.

@@ -146,7 +146,7 @@ def make_endpoint(
         on_notification=note,
         on_landed=note,
         on_failure=_fail,
-        transport_factory=_noting_descriptors(transports),
+        transport_factory=_keeping_copies(transports),
     )
     return cache, endpoint
 
@@ -177,25 +177,24 @@ def receive(pipe: Connection, plan: Plan) -> None:
     raw.close()
 
 
-seen_descriptors: list[int] = []
-"""Lengths of all runs that this process wrote."""
+written: list[Copies] = []
+"""All that this process wrote."""
 
 
-def _noting_descriptors(factory: TransportFactory) -> TransportFactory:
-    """Write down every run of bytes that is written through a transport."""
+def _keeping_copies(factory: TransportFactory) -> TransportFactory:
+    """Keep what is written through a transport."""
 
     def make(name: str) -> Transport:
         transport = factory(name)
         post = transport.post_write
 
-        def noting(
+        def keeping(
             peer: str, copies: Sequence[Copies], notification: bytes, after: DeviceEvent | None = None
         ) -> WriteId:
-            for part in copies:
-                seen_descriptors.extend(part.runs[:, 2].tolist())
+            written.extend(copies)
             return post(peer, copies, notification, after)
 
-        transport.post_write = noting  # type: ignore[method-assign]
+        transport.post_write = keeping  # type: ignore[method-assign]
         return transport
 
     return make

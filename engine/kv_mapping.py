@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.kernels.ipc.memory import CudaIpcMemory, IpcMemoryError
-from antiphon.kernels.ipc.run_copy import BLOCKS, RunCopier, RunningCopy, serves
+from antiphon.kernels.ipc.run_copy import BLOCKS, RunCopier, RunningCopy, SpanCopy, serves
 from antiphon.protocol.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -48,9 +47,9 @@ class KvMapping:
         """See PeerMemory."""
         self._memory.close(address)
 
-    def copy(self, runs: NDArray[np.int64], after: int | None) -> RunningCopy:
+    def copy(self, parts: Sequence[SpanCopy], after: int | None) -> RunningCopy:
         """See PeerMemory."""
-        return self._copier.copy(runs, after)
+        return self._copier.copy(parts, after)
 
 
 @dataclass(frozen=True, slots=True)

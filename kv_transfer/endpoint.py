@@ -25,7 +25,7 @@ from antiphon.kv_transfer.step_fences import StepFences
 from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
 from antiphon.kv_transfer.transport import Copies, Transport, TransportFactory
 from antiphon.protocol.codec import decode
-from antiphon.protocol.errors import HandshakeError, TransferError, WireError
+from antiphon.protocol.errors import TransferError, WireError
 from antiphon.protocol.identity import KvFingerprint
 from antiphon.protocol.kv_messages import MemoryRegion, RankMemory, WriteKey
 from antiphon.protocol.rank_messages import ShipOrder
@@ -239,11 +239,6 @@ class KvEndpoint:
         kv = self._peers.get(peer)
         if kv is None:
             return failed(TransferError("handshake", f"not connected to {peer.worker_id}"))
-        try:
-            wanted = {"full": order.full, "sliding": order.sliding}
-            kv.check_pages({group: [theirs for _, theirs in pairs] for group, pairs in wanted.items()})
-        except HandshakeError as error:
-            return failed(TransferError("post", str(error)))
         mark, fences = order.ready_after, self._fences
         shipper = _started(self._shipper)
         if peer in self._mapped:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from antiphon.kv_transfer.plan import GroupLayout, Shard, group_layouts
 from antiphon.kv_transfer.transport import Memory
-from antiphon.protocol.errors import HandshakeError
+from antiphon.protocol.errors import HandshakeError, TransferError
 from antiphon.protocol.identity import KvFingerprint
 from antiphon.protocol.kv_messages import KvHello, KvWelcome, MemoryRegion, RankMemory
+from antiphon.protocol.rank_messages import ShipOrder
 
 STAGING = "staging"
 """Name of the region that holds a rank's staging slots."""
@@ -62,6 +63,19 @@ class PeerKv:
             if len(set(pages)) < len(pages):  # what would lie there is a matter of luck
                 twice = sorted(page for page, times in Counter(pages).items() if times > 1)
                 raise HandshakeError(f"{group} pages {twice[:3]} of {self.worker_id} more than once")
+
+
+def check_order(peer: PeerKv, order: ShipOrder) -> None:
+    """Refuse an order of pages that the peer does not have, or of one twice.
+
+    Raises:
+        TransferError: stage ``post``; names them.
+    """
+    wanted = {"full": order.full, "sliding": order.sliding}
+    try:
+        peer.check_pages({group: [theirs for _, theirs in pairs] for group, pairs in wanted.items()})
+    except HandshakeError as error:
+        raise TransferError("post", str(error)) from error
 
 
 def agent_name(worker_id: str, epoch: int, rank: int) -> str:

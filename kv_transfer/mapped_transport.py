@@ -166,7 +166,7 @@ class MappedTransport:
         """See Transport."""
         self._next_id += 1
         write = WriteId(self._next_id)
-        copy = self._copy(peer, list(copies), notification, after)
+        copy = self._copy(peer, copies, notification, after)
         self._writes[write] = copy or self._inner.post_write(peer, copies, notification, after)
         return write
 
@@ -240,24 +240,20 @@ class MappedTransport:
         return ""
 
     def _copy(
-        self, peer: str, copies: list[Copies], notification: bytes, after: DeviceEvent | None
+        self, peer: str, copies: Sequence[Copies], notification: bytes, after: DeviceEvent | None
     ) -> _Write | None:
         """Begin a copy; None if this write is for the transport inside."""
         mapped, memory = self._mapped.get(peer), self._memory
         if mapped is None or memory is None or not mapped.connected or not copies:
             return None
         for part in copies:
-            try:
-                part.check()
-            except TransferError as error:
-                raise TransferError("post", f"{peer}: {error.reason}") from error
             if not any(span.holds(part.source) for span in self._registered):
                 raise TransferError("post", f"{peer}: source {part.source} is not registered")
-        runs = mapped.runs(copies)
-        if runs is None:
+        parts = mapped.place(copies)
+        if parts is None:
             return None
         try:
-            copy = memory.copy(runs, None if after is None else after.handle)
+            copy = memory.copy(parts, None if after is None else after.handle)
         except (ValueError, RuntimeError) as error:
             raise TransferError("post", f"{peer}: {error}") from error
         mapped.writes += 1

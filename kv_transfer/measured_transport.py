@@ -163,7 +163,7 @@ class MeasuredTransport:
         start = time.monotonic()
         write = self._inner.post_write(peer, copies, notification, after)
         post_s = time.monotonic() - start
-        size, runs = sum(part.total_bytes for part in copies), sum(len(part.runs) for part in copies)
+        size, runs = sum(part.total_bytes for part in copies), sum(part.count for part in copies)
         self._posted[write] = _Posted(start, post_s, size, runs, after)
         if after is None:
             self._observer.began()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,41 @@ from antiphon.protocol.errors import TransferError
 _log = logging.getLogger(__name__)
 _ADDRESSES = 2**62
 """No address is as high as that, so the sum of one and an offset fits into 64 signed bits."""
+_AT_ONCE = np.zeros((1, 2), dtype=np.int64)
+"""The places of an entry that is one run."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedCopies:
+    """Copies whose destination is mapped, as a device takes them.
+
+    Attributes:
+        entries: [N, 2] int64, dense: numbers of what is copied at the source and at the destination; or
+            [N, 3]: and its bytes.
+        steps: bytes from one number to the next, at the source and at the destination.
+        places: [R, 2] int64, dense: where the runs of every entry begin in it, in bytes.
+        length: bytes of every run, if entries have none.
+        source, destination: (address in this process, bytes) of the spans that every run must lie in.
+    """
+
+    entries: NDArray[np.int64]
+    steps: tuple[int, int]
+    places: NDArray[np.int64]
+    length: int
+    source: tuple[int, int]
+    destination: tuple[int, int]
+
+    @staticmethod
+    def of(copies: Copies, address: int) -> PlacedCopies:
+        """Copies whose destination begins at ``address``."""
+        spans = (
+            (copies.source.address, copies.source.length_bytes),
+            (address, copies.destination.length_bytes),
+        )
+        if copies.pages is None:
+            return PlacedCopies(np.ascontiguousarray(copies.runs), (1, 1), _AT_ONCE, 0, *spans)
+        part = copies.pages.part
+        return PlacedCopies(copies.pages.pairs, part.page_bytes, part.places, part.length, *spans)
 
 
 class RunningCopy(Protocol):
@@ -53,14 +89,15 @@ class PeerMemory(Protocol):
             RuntimeError: CUDA refused.
         """
 
-    def copy(self, runs: NDArray[np.int64], after: int | None) -> RunningCopy:
-        """Begin to copy [N, 3] int64 rows of (address to read, address to write, bytes).
+    def copy(self, parts: Sequence[PlacedCopies], after: int | None) -> RunningCopy:
+        """Begin to copy.
 
         Args:
+            parts: at least one.
             after: handle of a recorded CUDA event that must have passed before.
 
         Raises:
-            ValueError: a run that this device cannot copy; names it.
+            ValueError: a run that leaves its span, or that this device cannot copy; names it.
             RuntimeError: nothing was begun; says why.
         """
 
@@ -166,19 +203,19 @@ class MappedPeer:
         while self._spans:
             self._handles.close(self._spans.pop().offer.handle)
 
-    def runs(self, copies: list[Copies]) -> NDArray[np.int64] | None:
-        """[N, 3] int64 addresses and lengths of a write; None if a destination is not mapped.
+    def place(self, copies: Sequence[Copies]) -> list[PlacedCopies] | None:
+        """Where a write goes; None if a destination is not mapped.
 
-        Each run lies in memory that is there: in its span (``Copies.check``), which lies in what was offered
-        (``_find``), which lies in the allocation that was opened (``Offer.check_within``).
+        A destination lies in what was offered (``_find``), which lies in the allocation that was opened
+        (``Offer.check_within``); that each run lies in its destination is up to the device.
         """
         parts = []
         for part in copies:
-            destination = self._find(part.destination)
-            if destination is None:
+            address = self._find(part.destination)
+            if address is None:
                 return None
-            parts.append(part.runs + np.array([part.source.address, destination, 0], dtype=np.int64))
-        return np.concatenate(parts)
+            parts.append(PlacedCopies.of(part, address))
+        return parts
 
     def _find(self, span: Memory) -> int | None:
         for mapped in self._spans:

@@ -94,55 +94,89 @@ def _head_bytes(fingerprint: KvFingerprint, kv_dtype: str) -> int:
     raise HandshakeError(f"unknown KV dtype {kv_dtype!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """What one rank sends another of each page: runs of one length.
+
+    Attributes:
+        page_bytes: of a page on either side.
+        places: [R, 2] int64: where the runs begin in a page on either side.
+        length: bytes of each.
+        whole_pages: on both sides, so that neighbouring pages may be one run.
+    """
+
+    page_bytes: tuple[int, int]
+    places: NDArray[np.int64]
+    length: int
+    whole_pages: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PageRuns:
+    """Runs of one part of each of some pages.
+
+    Attributes:
+        pairs: [N, 2] int64, dense, of (source page, destination page), as ``pair_array`` makes them.
+    """
+
+    pairs: NDArray[np.int64]
+    part: PagePart
+
+    def __len__(self) -> int:
+        """How many, neighbours counted apart."""
+        return len(self.pairs) * len(self.part.places)
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of their lengths."""
+        return len(self) * self.part.length
+
+    def rows(self) -> NDArray[np.int64]:
+        """[M, 3] int64 of (offset at the source, at the destination, length) in bytes, neighbours joined."""
+        part, pairs = self.part, self.pairs
+        if part.whole_pages:
+            pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+        rows = np.empty((len(pairs), len(part.places), 3), dtype=np.int64)
+        rows[:, :, :2] = (pairs * np.array(part.page_bytes))[:, None] + part.places
+        rows[:, :, 2] = part.length
+        flat = rows.reshape(-1, 3)
+        return merge_runs(flat) if part.whole_pages else flat
+
+
+def plan_pages(
+    layout: GroupLayout, source: Shard, destination: Shard, pairs: NDArray[np.int64], layers: range
+) -> PageRuns | None:
+    """What one source rank sends to one destination rank; None if nothing.
+
+    Over all source ranks, every byte of ``layers`` of each destination page is written exactly once.
+
+    Args:
+        pairs: as of ``PageRuns``; no destination page twice.
+        layers: layers of the group to send, a contiguous range.
+    """
+    part = _part(layout, source, destination, layers) if layers and len(pairs) else None
+    return None if part is None else PageRuns(pairs, part)
+
+
 def plan_runs(
     layout: GroupLayout,
     source: Shard,
     destination: Shard,
-    pages: Sequence[tuple[int, int]] | NDArray[np.int64],
+    pages: Sequence[tuple[int, int]],
     layers: range,
 ) -> NDArray[np.int64]:
-    """The runs that one source rank sends to one destination rank.
-
-    Args:
-        pages: (source page, destination page) pairs, or ``ordered_pairs`` of them; no destination page twice.
-        layers: layers of the group to send, a contiguous range.
-
-    Returns:
-        [N, 3] int64 rows of (offset at the source, offset at the destination, length) in bytes from the
-        beginning of each side's memory of this group; N may be 0. Over all source ranks, every byte of
-        ``layers`` of each destination page is written exactly once.
-    """
-    part = _part(layout, source, destination, layers) if layers else None
-    if part is None or not len(pages):
-        return np.empty((0, 3), dtype=np.int64)
-    pairs = pages if isinstance(pages, np.ndarray) else ordered_pairs(pages)
-    runs = np.empty((len(pairs), len(part.places), 3), dtype=np.int64)
-    runs[:, :, :2] = (pairs * part.page_bytes)[:, None] + part.places
-    runs[:, :, 2] = part.length
-    flat = runs.reshape(-1, 3)
-    return merge_runs(flat) if part.whole_pages else flat
+    """See ``plan_pages``: its rows of (source page, destination page) pairs, which may be none."""
+    runs = plan_pages(layout, source, destination, pair_array(pages), layers)
+    return np.empty((0, 3), dtype=np.int64) if runs is None else runs.rows()
 
 
-def ordered_pairs(pages: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """[N, 2] of (source page, destination page) pairs, in the order in which neighbours can be joined."""
-    return np.fromiter(chain.from_iterable(sorted(pages)), np.int64, 2 * len(pages)).reshape(-1, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one rank sends another of each page: runs of one length."""
-
-    page_bytes: NDArray[np.int64]
-    """[2]: of a page on either side."""
-    places: NDArray[np.int64]
-    """[R, 2]: where the runs begin in a page."""
-    length: int
-    whole_pages: bool
-    """On both sides, so that neighbouring pages may be one run."""
+def pair_array(pages: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """[N, 2] int64 of pairs."""
+    return np.fromiter(chain.from_iterable(pages), np.int64, 2 * len(pages)).reshape(-1, 2)
 
 
 @lru_cache(maxsize=1024)
-def _part(layout: GroupLayout, source: Shard, destination: Shard, layers: range) -> _Part | None:
+def _part(layout: GroupLayout, source: Shard, destination: Shard, layers: range) -> PagePart | None:
     """None where nothing goes from the one to the other."""
     mine, theirs = layout.heads(source), layout.heads(destination)
     shared = [
@@ -158,8 +192,8 @@ def _part(layout: GroupLayout, source: Shard, destination: Shard, layers: range)
     places = [
         (layer * len(heads) + (shared[0] - heads.start)) * layout.head_bytes for heads in (mine, theirs)
     ]
-    return _Part(
-        np.array([layout.page_bytes(source), layout.page_bytes(destination)], dtype=np.int64),
+    return PagePart(
+        (layout.page_bytes(source), layout.page_bytes(destination)),
         np.stack(places, axis=1),
         joined * len(shared) * layout.head_bytes,
         joined == layout.layers,

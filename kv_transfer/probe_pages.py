@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from antiphon.kv_transfer.handshake import RankPages
-from antiphon.kv_transfer.plan import GroupLayout, Shard, plan_runs
+from antiphon.kv_transfer.plan import GroupLayout, Shard, pair_array, plan_pages
 from antiphon.kv_transfer.probe import probe_page
 from antiphon.kv_transfer.transport import Copies
 from antiphon.protocol.errors import TransferError
@@ -68,9 +68,9 @@ class ProbePages:
         for rank in ranks:
             copies = []
             for group, layout in self._layouts.items():
-                pairs = [(self._pages.probe_page(group), pages[group])]
-                runs = plan_runs(layout, self._shard, rank.shard, pairs, range(layout.layers))
-                if len(runs):
+                pairs = pair_array([(self._pages.probe_page(group), pages[group])])
+                runs = plan_pages(layout, self._shard, rank.shard, pairs, range(layout.layers))
+                if runs is not None:
                     copies.append(Copies(mine.spans[group], rank.spans[group], runs))
             if copies:
                 found.append((rank.agent_name, copies))

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.kv_transfer.checksum import crc32_of
-from antiphon.kv_transfer.handshake import PeerKv, RankPages
-from antiphon.kv_transfer.plan import GroupLayout, ordered_pairs, plan_runs
+from antiphon.kv_transfer.handshake import PeerKv, RankPages, check_order
+from antiphon.kv_transfer.plan import GroupLayout, pair_array, plan_pages
 from antiphon.kv_transfer.ranks import Shipped
 from antiphon.kv_transfer.transfer_thread import TransferThread, WriteOutcome
 from antiphon.kv_transfer.transport import Copies, DeviceEvent
@@ -20,6 +20,10 @@ from antiphon.protocol.errors import TransferError
 from antiphon.protocol.kv_messages import WriteChecksum, WriteDone, WriteKey
 from antiphon.protocol.layer_groups import layer_range
 from antiphon.protocol.rank_messages import ShipOrder
+
+_Pages = tuple[tuple[int, int], ...]
+_Pairs = tuple[PeerKv, tuple[_Pages, _Pages], dict[str, NDArray[np.int64]]]
+"""Whose, full and sliding ones, and the same as arrays."""
 
 
 class Shipper:
@@ -47,34 +51,39 @@ class Shipper:
         self._layer_groups = layer_groups
         self._epoch = epoch
         self._verify_checksums = verify_checksums
-        self._last_pairs: dict[str, tuple[tuple[tuple[int, int], ...], NDArray[np.int64]]] = {}
+        self._last: _Pairs | None = None
 
     def ship(
         self,
         peer: PeerKv,
         order: ShipOrder,
         source_ready: Callable[[], bool],
-        source_event: Callable[[], DeviceEvent | None] = lambda: None,
+        source_event: Callable[[], DeviceEvent | None] | None = None,
     ) -> Future[Shipped]:
         """Carry out this rank's part.
 
-        Writes are planned on the transfer thread, before their source is ready, and posted once it is, or as
-        soon as there is an event for the GPU to wait for, which ``source_event`` says of a peer whose pages
-        are mapped.
+        Writes are planned before their source is ready, and posted once it is; or, to a peer whose pages are
+        mapped, as soon as there is an event for the GPU to wait for, and then on the caller's thread if the
+        transport is at rest.
 
         With one destination rank that is rank 0 the notification travels with the write. Otherwise it is sent
         to rank 0 once all of them are done; with nothing to write it is sent at once.
+
+        Args:
+            source_event: of a peer whose pages are mapped.
         """
         lead = peer.ranks[0].agent_name
         shipped: Future[Shipped] = Future()
+        after: DeviceEvent | None = None
 
         @cache
         def plan() -> list[tuple[RankPages, list[Copies]]]:
-            return [(rank, copies) for rank in peer.ranks if (copies := self._copies(order, rank))]
+            pairs = self._pairs(peer, order)
+            return [(rank, copies) for rank in peer.ranks if (copies := self._copies(order, pairs, rank))]
 
         def post() -> None:
-            after, parts = source_event(), plan()
             try:
+                parts = plan()
                 notification = self._notification(order, parts[0][1] if len(parts) == 1 else [])
             except TransferError as error:
                 shipped.set_exception(error)
@@ -108,10 +117,15 @@ class Shipper:
             self._write_all(parts, notify, after)
 
         def may_begin() -> bool:
-            plan()
-            return source_event() is not None or source_ready()
+            nonlocal after
+            try:
+                plan()
+            except TransferError:
+                return True  # which ``post`` says
+            after = source_event() if source_event is not None else None
+            return after is not None or source_ready()
 
-        self._transfer.when(may_begin, post, shipped.set_exception)
+        self._transfer.when(may_begin, post, shipped.set_exception, at_once=source_event is not None)
         return shipped
 
     def _write_all(
@@ -151,21 +165,27 @@ class Shipper:
             spans += [(group_of[part.source], to, length) for _, to, length in part.runs.tolist()]
         return WriteChecksum(spans, crc)
 
-    def _copies(self, order: ShipOrder, rank: RankPages) -> list[Copies]:
+    def _copies(
+        self, order: ShipOrder, pairs: Mapping[str, NDArray[np.int64]], rank: RankPages
+    ) -> list[Copies]:
         copies = []
-        for group, pages in (("full", order.full), ("sliding", order.sliding)):
-            if not pages:
-                continue
-            pairs, layout = self._pairs(group, pages), self._layouts[group]
+        for group, chosen in pairs.items():
+            layout = self._layouts[group]
             layers = layer_range(layout.layers, order.layer_group, self._layer_groups)
-            runs = plan_runs(layout, self._pages.shard, rank.shard, pairs, layers)
-            if len(runs):
+            runs = plan_pages(layout, self._pages.shard, rank.shard, chosen, layers)
+            if runs is not None:
                 copies.append(Copies(self._pages.spans[group], rank.spans[group], runs))
         return copies
 
-    def _pairs(self, group: str, pages: tuple[tuple[int, int], ...]) -> NDArray[np.int64]:
-        """See ``ordered_pairs``; all layer groups and ranks of a chunk have the same."""
-        last = self._last_pairs.get(group)
-        if last is None or last[0] != pages:
-            last = self._last_pairs[group] = pages, ordered_pairs(pages)
-        return last[1]
+    def _pairs(self, peer: PeerKv, order: ShipOrder) -> dict[str, NDArray[np.int64]]:
+        """Page group -> the pages of an order, see ``pair_array``; all layer groups of a chunk have the same.
+
+        Raises:
+            TransferError: see ``check_order``.
+        """
+        pages = order.full, order.sliding
+        if self._last is None or self._last[0] is not peer or self._last[1] != pages:
+            check_order(peer, order)
+            named = zip(("full", "sliding"), pages, strict=True)
+            self._last = peer, pages, {group: pair_array(each) for group, each in named if each}
+        return self._last[2]

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from antiphon.kv_transfer.handshake import PeerKv, RankPages
+from antiphon.kv_transfer.handshake import PeerKv, RankPages, check_order
 from antiphon.kv_transfer.plan import GroupLayout, Shard
 from antiphon.kv_transfer.ranks import PeerLife, Shipped
 from antiphon.kv_transfer.staging import (
@@ -204,7 +204,12 @@ class StagedSender:
             self._ended(staged, gone)
 
     def _cut(self, peer: PeerKv, order: ShipOrder) -> list[tuple[RankPages, Share, Segment]]:
-        """All segments of an order, for every rank of the peer."""
+        """All segments of an order, for every rank of the peer.
+
+        Raises:
+            TransferError: see ``check_order``.
+        """
+        check_order(peer, order)
         found = []
         for rank in peer.ranks:
             share = share_of(self._layouts["full"], self._shard, rank.shard)

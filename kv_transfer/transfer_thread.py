@@ -1,4 +1,4 @@
-"""The one thread that owns a transport: posts writes, polls them, takes notifications.
+"""The thread that owns a transport: posts writes, polls them, takes notifications.
 
 How often it polls: every ``busy_poll_s`` while a write is under way or somebody expects one (``expecting``),
 else every ``idle_poll_s``; and for a moment after anything has happened every ``HOT_POLL_S``, since the next
@@ -108,6 +108,13 @@ class TransferThread:
         self._not_ready: list[_Command] = []
         self._over: TransferError | None = None
         self._lock = threading.Lock()  # guards commands against the moment at which the thread ends
+        self._at_work = threading.Lock()  # held by who uses the transport, which one thread may at a time
+        self._transport: Transport | None = None
+        """None before it was opened, and once it is closed."""
+        self._posting: int | None = None
+        """The thread on which something runs at once."""
+        self._failure: BaseException | None = None
+        """Of what was run on another thread."""
         self._thread = threading.Thread(target=self._main, name="kv-transfer", daemon=True)
 
     def start(self) -> None:
@@ -140,8 +147,8 @@ class TransferThread:
     ) -> None:
         """Post a write; a refused one is tried once more. ``on_done`` is called exactly once.
 
-        From this thread, it is posted before anything that was asked for earlier. ``after`` is as in
-        ``Transport.post_write``; the write is timed from there.
+        From this thread, it is posted before anything that was asked for earlier, and at once by what
+        ``when`` runs at once. ``after`` is as in ``Transport.post_write``; the write is timed from there.
         """
 
         def post(transport: Transport) -> None:
@@ -161,23 +168,42 @@ class TransferThread:
             self._in_flight.append(_InFlight(peer, write, start, on_done, after))
             self._stirred_at = time.monotonic()
 
+        if self._posting == threading.get_ident() and self._transport is not None:
+            post(self._transport)
+            return
         command = _Command(post, lambda error: on_done(WriteOutcome(error, 0.0, Fate.NOT_SENT)))
         self._enqueue(command, first=threading.current_thread() is self._thread)
 
     def when(
-        self, ready: Callable[[], bool], act: Callable[[], None], abandon: Callable[[TransferError], None]
+        self,
+        ready: Callable[[], bool],
+        act: Callable[[], None],
+        abandon: Callable[[TransferError], None],
+        *,
+        at_once: bool = False,
     ) -> None:
-        """Run ``act`` on this thread once ``ready()``, which is polled; ``abandon`` if it ends first."""
+        """Run ``act`` on this thread once ``ready()``, which is polled; ``abandon`` if it ends first.
+
+        Args:
+            at_once: run both on the caller's thread, if the transport is at rest and nothing was asked for
+                before: waking a thread takes longer than beginning a copy. What ``act`` writes must be for
+                peers that the transport maps, and it must not mind an outcome before ``write`` returns.
+        """
 
         def act_when_ready(transport: Transport) -> None:
-            if ready():
-                self._stirred_at = time.monotonic()
-                act()
-            else:
+            if not ready():
                 self._not_ready.append(command)
+                return
+            self._stirred_at = time.monotonic()
+            self._posting = threading.get_ident() if at_once else None
+            try:
+                act()
+            finally:
+                self._posting = None
 
         command = _Command(act_when_ready, abandon)
-        self._enqueue(command)
+        if not (at_once and self._ran_here(command)):
+            self._enqueue(command)
 
     def soon(self, act: Callable[[], None]) -> None:
         """Run something on this thread whose outcome nobody waits for; an error in it ends the thread."""
@@ -221,6 +247,21 @@ class TransferThread:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _ran_here(self, command: _Command) -> bool:
+        """Whether a command was run on the caller's thread, since the transport was at rest."""
+        if not self._at_work.acquire(blocking=False):
+            return False
+        try:
+            if self._commands or self._transport is None or self._failure is not None:
+                return False
+            command.run(self._transport)
+        except BaseException as error:
+            self._failure = error  # of which the thread dies, as if it had run there
+        finally:
+            self._at_work.release()
+        self._wake.set()
+        return True
+
     # --------------------------------------------------------------------------------------- on the thread
 
     def _enqueue(self, command: _Command, *, first: bool = False) -> None:
@@ -237,12 +278,14 @@ class TransferThread:
     def _main(self) -> None:
         try:
             _fine_timers()
-            transport = self._open_transport()
+            self._transport = transport = self._open_transport()
             try:
                 while not self._stopping:
                     self._turn(transport)
             finally:
-                transport.close()
+                with self._at_work:
+                    self._transport = None
+                    transport.close()
         except BaseException as error:
             _log.exception("the transfer thread died")
             self._abandon(TransferError("transfer", f"the transfer thread died: {error!r}"))
@@ -261,16 +304,19 @@ class TransferThread:
 
     def _turn(self, transport: Transport) -> None:
         self._wake.clear()
-        self._commands.extendleft(reversed(self._not_ready))
-        self._not_ready.clear()
-        while self._commands:
-            self._commands.popleft().run(transport)
-        for sender, payload in transport.notifications():
-            self._stirred_at = time.monotonic()
-            self._on_notification(sender, payload)
-        for record in self._in_flight:
-            self._poll(transport, record)
-        self._in_flight = [record for record in self._in_flight if not record.ended]
+        with self._at_work:
+            if self._failure is not None:
+                raise self._failure
+            self._commands.extendleft(reversed(self._not_ready))
+            self._not_ready.clear()
+            while self._commands:
+                self._commands.popleft().run(transport)
+            for sender, payload in transport.notifications():
+                self._stirred_at = time.monotonic()
+                self._on_notification(sender, payload)
+            for record in self._in_flight:
+                self._poll(transport, record)
+            self._in_flight = [record for record in self._in_flight if not record.ended]
         if not self._commands:
             self._wake.wait(self._pause_s())
 

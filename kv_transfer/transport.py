@@ -16,6 +16,7 @@ from typing import NewType, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.kv_transfer.plan import PageRuns
 from antiphon.protocol.errors import TransferError
 
 WriteId = NewType("WriteId", int)
@@ -52,23 +53,40 @@ class Memory:
         return same and self.address <= part.address and part.end <= self.end
 
 
-@dataclass(frozen=True, slots=True)
 class Copies:
     """Byte runs to copy from one local to one remote span of registered memory.
 
-    Attributes:
+    Args:
         source, destination: the registered spans that every run must lie in.
-        runs: [N, 3] int64 rows of (offset in source, offset in destination, length), all in bytes.
+        runs: [N, 3] int64 rows of (offset in source, offset in destination, length), all in bytes; or what
+            they follow from, which a transport may know to work with as it is.
     """
 
-    source: Memory
-    destination: Memory
-    runs: NDArray[np.int64]
+    __slots__ = ("_rows", "destination", "pages", "source")
+
+    def __init__(self, source: Memory, destination: Memory, runs: NDArray[np.int64] | PageRuns) -> None:
+        self.source = source
+        self.destination = destination
+        self.pages = runs if isinstance(runs, PageRuns) else None
+        self._rows = None if isinstance(runs, PageRuns) else runs
+
+    @property
+    def runs(self) -> NDArray[np.int64]:
+        """The rows."""
+        if self._rows is None:
+            assert self.pages is not None
+            self._rows = self.pages.rows()
+        return self._rows
+
+    @property
+    def count(self) -> int:
+        """How many runs there are; of pages whose rows nobody asked for, neighbours count apart."""
+        return len(self.pages) if self._rows is None and self.pages is not None else len(self.runs)
 
     @property
     def total_bytes(self) -> int:
         """Sum of the lengths."""
-        return int(self.runs[:, 2].sum())
+        return self.pages.total_bytes if self.pages is not None else int(self.runs[:, 2].sum())
 
     def check(self) -> None:
         """Refuse a run that is empty or leaves its span.

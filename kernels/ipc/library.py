@@ -15,7 +15,7 @@ _HERE = Path(__file__).parent
 LIBRARY = CudaLibrary(
     "ipc",
     (_HERE / "memory.cu", _HERE / "run_copy.cu", _HERE / "copy_stream.cu"),
-    headers=(_HERE / "on_device.cuh", _HERE.parent / "moe" / "csrc" / "hopper.cuh"),
+    headers=(_HERE / "on_device.cuh", _HERE / "page_rows.h", _HERE.parent / "moe" / "csrc" / "hopper.cuh"),
 )
 
 
@@ -54,6 +54,6 @@ def _typed(found: _Library) -> _Library:
     found.antiphon_run_copy.argtypes = [pointer, number, number, pointer]
     found.antiphon_copy_stream_make.argtypes = [number, pointer]
     found.antiphon_copy_event_make.argtypes = [number, pointer]
-    found.antiphon_copy_begin.argtypes = [number, pointer, number, number, *(pointer,) * 3]
+    found.antiphon_copy_pages.argtypes = [number, pointer, number, number, *(pointer,) * 4]
     found.antiphon_copy_state.argtypes = [pointer]
     return found

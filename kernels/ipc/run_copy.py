@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,10 +12,39 @@ from numpy.typing import NDArray
 
 from antiphon.kernels.ipc.library import quick_library
 
-WORD_BYTES = 16
 BLOCKS = 32
 """Of 512 threads, which together keep 2 MiB on their way: a quarter of an H200's SMs, for 0.2 ms."""
 _NOT_READY = 600
+_BAD_RUN = -1
+_SIDES = {1: "source", 2: "destination"}
+
+
+class SpanCopy(Protocol):
+    """Runs of bytes from one span of memory to another, both mapped by the device that copies."""
+
+    @property
+    def entries(self) -> NDArray[np.int64]:
+        """[N, 2] numbers of what is copied, at the source and at the destination; or [N, 3], with bytes."""
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Bytes from one number to the next, at the source and at the destination."""
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """[R, 2]: where the runs of every entry begin in it, in bytes."""
+
+    @property
+    def length(self) -> int:
+        """Bytes of every run, if entries have none."""
+
+    @property
+    def source(self) -> tuple[int, int]:
+        """Address and bytes of the span that is read."""
+
+    @property
+    def destination(self) -> tuple[int, int]:
+        """Of the one that is written."""
 
 
 class RunningCopy:
@@ -69,26 +100,33 @@ class RunCopier:
         self._ready_stream, self._waiting_stream = self._make("stream"), self._make("stream")
         self._events: list[int] = []
         """Events that nothing waits for."""
+        self._bad_run = np.zeros(5, dtype=np.int64)
+        """``BadRun`` of page_rows.h."""
 
-    def copy(self, runs: NDArray[np.int64], after: int | None = None) -> RunningCopy:
+    def copy(self, parts: Sequence[SpanCopy], after: int | None = None) -> RunningCopy:
         """Launch a copy; what it reads must not change before it is done.
 
         Args:
-            runs: [N, 3] int64 rows of (address to read, address to write, bytes), multiples of 16, in
-                memory that the device maps; what is written overlaps nothing else of the copy.
+            parts: at least one; what is written overlaps nothing else of the copy.
             after: handle of a recorded CUDA event of the device that must have passed before.
 
         Raises:
-            ValueError: a run that is empty or no multiple of 16; names it.
+            ValueError: a run that is empty, leaves its span or is no multiple of 16, and which; or arrays of
+                other shapes, that are not dense, or empty.
             RuntimeError: CUDA made no event for it. A launch that it refuses is an error of the copy, which
                 may have begun.
         """
-        rows = checked_runs(runs)
+        table = np.array([_numbers(part) for part in parts], dtype=np.int64)
         event = self._events.pop() if self._events else self._make("event")
         stream = self._ready_stream if after is None else self._waiting_stream
-        status = self._library.antiphon_copy_begin(
-            *(self._device, rows.ctypes.data, len(rows), self._blocks, stream, after, event)
+        status = self._library.antiphon_copy_pages(
+            *(self._device, table.ctypes.data, len(table), self._blocks, stream, after, event),
+            self._bad_run.ctypes.data,
         )
+        if status == _BAD_RUN:
+            self._events.append(event)
+            fault, part, *run = self._bad_run.tolist()
+            raise ValueError(_reason(parts[part], fault, run))
         return RunningCopy(self, event, status)
 
     def _make(self, what: str) -> int:
@@ -104,21 +142,33 @@ def _check(status: int, what: str) -> None:
         raise RuntimeError(f"{what}: {reason} (CUDA error {status})")
 
 
-def checked_runs(runs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same rows, dense.
+def _numbers(part: SpanCopy) -> tuple[int, ...]:
+    """As ``Part`` of page_rows.h.
 
     Raises:
-        ValueError: a run that is empty or no multiple of 16; names it.
+        ValueError: arrays of other shapes; says which.
     """
-    rows = np.ascontiguousarray(runs, dtype=np.int64)
-    if rows.ndim != 2 or rows.shape[1] != 3 or len(rows) == 0:
-        raise ValueError(f"runs of shape {rows.shape}, expected [N, 3] and at least one")
-    if rows.min() <= 0 or int(np.bitwise_or.reduce(rows, axis=None)) % WORD_BYTES:
-        index = int(((rows % WORD_BYTES != 0) | (rows <= 0)).any(axis=1).argmax())
-        source, destination, length = rows[index].tolist()
-        where = f"{length} bytes from {source:#x} to {destination:#x}"
-        raise ValueError(f"run {index}: {where} are no multiples of {WORD_BYTES}")
-    return rows
+    entries, places = part.entries, part.places
+    dense = entries.flags.c_contiguous and places.flags.c_contiguous
+    fits = entries.ndim == places.ndim == 2 and entries.shape[1] in (2, 3) and places.shape[1] == 2
+    if not (dense and fits and len(entries) and len(places) and entries.dtype == places.dtype == np.int64):
+        raise ValueError(
+            f"runs of entries {entries.shape} and places {places.shape}, expected [N, 2 or 3] and [R, 2], "
+            "dense, of int64, and at least one of each"
+        )
+    return (
+        *(entries.ctypes.data, *entries.shape, *part.steps),
+        *(places.ctypes.data, len(places), part.length),
+        *(*part.source, *part.destination),
+    )
+
+
+def _reason(part: SpanCopy, fault: int, run: list[int]) -> str:
+    side = _SIDES.get(fault)
+    if side is None:
+        return f"run {run}, from {part.source[0]:#x} to {part.destination[0]:#x}: no multiples of 16"
+    size = (part.source if side == "source" else part.destination)[1]
+    return f"{side} of run {run} lies outside the {size} registered bytes"
 
 
 def serves(device: torch.device) -> bool:

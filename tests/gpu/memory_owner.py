@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 import time
 
-import numpy as np
 import torch
+from anywhere import anywhere
 
 from antiphon.kernels.ipc.memory import CudaIpcMemory
 from antiphon.kernels.ipc.run_copy import RunCopier
@@ -53,10 +53,10 @@ def write(handle: bytes, offset: int) -> None:
     memory.close(again)
     places = [index * PAGE_BYTES for index in range(0, PAGES, 2)]
     rows = [(source.data_ptr() + place, target + offset + place, PAGE_BYTES) for place in places]
-    copier, runs = RunCopier(device), np.array(rows, dtype=np.int64)
+    copier, parts = RunCopier(device), anywhere(rows)
 
     def copy() -> None:
-        running = copier.copy(runs)
+        running = copier.copy(parts)
         while not running.done():
             time.sleep(0.001)
 

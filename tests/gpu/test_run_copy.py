@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from anywhere import anywhere
 
 from antiphon.kernels.ipc.run_copy import RunCopier, RunningCopy
+from antiphon.kv_transfer.peer_memory import PlacedCopies
 
 SCRIPT = Path(__file__).parent / "memory_owner.py"
 
@@ -48,7 +50,7 @@ def check(lengths: list[int], blocks: int, target_device: int) -> None:
         to += length + gap
     torch.cuda.synchronize(target.device)
     torch.cuda.synchronize(source_device)
-    finish(RunCopier(source_device, blocks).copy(np.array(rows, dtype=np.int64)))
+    finish(RunCopier(source_device, blocks).copy(anywhere(rows)))
     assert torch.equal(target.cpu(), expected)
 
 
@@ -68,9 +70,10 @@ def test_runs_arrive_and_nothing_else_changes(lengths: list[int], blocks: int) -
 
 def test_a_run_of_no_whole_words_is_refused() -> None:
     memory = torch.zeros(256, dtype=torch.uint8, device="cuda")
-    rows = np.array([(memory.data_ptr(), memory.data_ptr() + 128, 24)], dtype=np.int64)
-    with pytest.raises(ValueError, match="run 0: 24 bytes"):
-        RunCopier(torch.device("cuda")).copy(rows)
+    copier, first = RunCopier(torch.device("cuda")), memory.data_ptr()
+    with pytest.raises(ValueError, match=r"24.*no multiples of 16"):
+        copier.copy(anywhere([(first, first + 128, 24)]))
+    finish(copier.copy(anywhere([(first, first + 128, 32)])))
 
 
 def test_a_copy_waits_for_its_event_and_one_without_does_not() -> None:
@@ -81,12 +84,31 @@ def test_a_copy_waits_for_its_event_and_one_without_does_not() -> None:
     memory[0].fill_(7)
     event.record()
     late, now = memory[0].data_ptr(), memory[1].data_ptr()
-    waiting = copier.copy(np.array([(late, now, 4096)], dtype=np.int64), event.cuda_event)
-    ready = copier.copy(np.array([(now, memory[2].data_ptr(), 4096)], dtype=np.int64))
+    waiting = copier.copy(anywhere([(late, now, 4096)]), event.cuda_event)
+    ready = copier.copy(anywhere([(now, memory[2].data_ptr(), 4096)]))
     finish(ready)
     assert not waiting.done()
     finish(waiting)
     assert memory[1].eq(7).all()
+
+
+def test_parts_of_pages_go_where_they_belong() -> None:
+    """The two groups of a hand-off in one copy: some layers of some pages, in another order."""
+    device, page, place = torch.device("cuda"), 4096, 1024
+    source = torch.randint(0, 256, (2, 9, page), dtype=torch.uint8, device=device)
+    target = torch.zeros(2, 12, page, dtype=torch.uint8, device=device)
+    expected, parts = target.cpu(), []
+    for group, pairs in enumerate(([(8, 0), (2, 11), (3, 5)], [(0, 1)])):
+        spans = [(each[group].data_ptr(), each[group].numel()) for each in (source, target)]
+        places = np.array([[place, place], [3 * place, 2 * place]], dtype=np.int64)
+        entries = np.array(pairs, dtype=np.int64)
+        parts.append(PlacedCopies(entries, (page, page), places, place, spans[0], spans[1]))
+        for mine, theirs in pairs:
+            for begin, to in places.tolist():
+                expected[group, theirs, to : to + place] = source[group, mine, begin : begin + place].cpu()
+    torch.cuda.synchronize()
+    finish(RunCopier(device).copy(parts))
+    assert torch.equal(target.cpu(), expected)
 
 
 @contextmanager

@@ -5,26 +5,27 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
+from shared_memory_device import rows_of
 
 from antiphon.kv_transfer.in_process import InProcessNetwork
 from antiphon.kv_transfer.mapped_transport import MappedTransport, Side
+from antiphon.kv_transfer.peer_memory import PlacedCopies
 from antiphon.kv_transfer.transport import Transport
 
 
 class _Copied:
-    def __init__(self, device: OneProcess, runs: NDArray[np.int64]) -> None:
-        self._device, self._runs = device, runs
+    def __init__(self, device: OneProcess, rows: list[list[int]]) -> None:
+        self._device, self._rows = device, rows
 
     def done(self) -> bool:
         if not self._device.goes_on.is_set():
             return False
-        for source, destination, length in self._runs.tolist():
+        for source, destination, length in self._rows:
             ctypes.memmove(destination, source, length)
-        self._runs = self._runs[:0]
+        self._rows = []
         return True
 
 
@@ -62,11 +63,11 @@ class OneProcess:
     def close(self, address: int) -> None:
         self.closed[str(address).encode()] += 1
 
-    def copy(self, runs: NDArray[np.int64], after: int | None) -> _Copied:
-        assert not (runs % 16).any(), "as the kernel needs it"
-        self.copied_bytes += int(runs[:, 2].sum())
+    def copy(self, parts: Sequence[PlacedCopies], after: int | None) -> _Copied:
+        rows = [row for part in parts for row in rows_of(part)]
+        self.copied_bytes += sum(length for _, _, length in rows)
         self.waited_for.append(after)
-        return _Copied(self, runs)
+        return _Copied(self, rows)
 
 
 class MappedNetwork(InProcessNetwork):

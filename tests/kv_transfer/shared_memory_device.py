@@ -9,11 +9,12 @@ import ctypes
 import mmap
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from antiphon.kv_transfer.peer_memory import PlacedCopies
 from antiphon.kv_transfer.transport import Memory
 
 
@@ -36,6 +37,30 @@ class SharedHost:
     """All allocations of a machine."""
 
     allocations: dict[bytes, tuple[Allocation, int]] = field(default_factory=dict)
+
+
+def rows_of(part: PlacedCopies) -> list[list[int]]:
+    """(address to read, address to write, bytes) of each run, in numbers of any size.
+
+    Raises:
+        ValueError: one leaves its span, or is no multiple of 16.
+    """
+    found = []
+    for entry in part.entries.tolist():
+        length = entry[2] if len(entry) == 3 else part.length
+        for place in part.places.tolist():
+            offsets = [entry[side] * part.steps[side] + place[side] for side in (0, 1)]
+            run = [*offsets, length]
+            for side, (name, (_, size)) in enumerate(
+                (("source", part.source), ("destination", part.destination))
+            ):
+                if length <= 0 or not 0 <= offsets[side] <= size - length:
+                    raise ValueError(f"{name} of run {run} lies outside the {size} registered bytes")
+            row = [part.source[0] + offsets[0], part.destination[0] + offsets[1], length]
+            if any(number % 16 for number in row):
+                raise ValueError(f"run {run}: no multiples of 16")
+            found.append(row)
+    return found
 
 
 class HeldCopy:
@@ -92,12 +117,10 @@ class SharedMemoryDevice:
         handle, _ = self._open.pop(address)
         self.closed[handle] += 1
 
-    def copy(self, runs: NDArray[np.int64], after: int | None) -> HeldCopy:
+    def copy(self, parts: Sequence[PlacedCopies], after: int | None) -> HeldCopy:
         self._check("copy")
         self.waited_for.append(after)
-        if (runs % 16).any():
-            raise ValueError("run 0 is no multiple of 16")
-        copy = HeldCopy(runs.tolist(), self.refuses.get("done", ""))
+        copy = HeldCopy([row for part in parts for row in rows_of(part)], self.refuses.get("done", ""))
         self.copies.append(copy)
         if not self.holds:
             copy.let_go()

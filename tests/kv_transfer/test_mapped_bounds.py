@@ -104,7 +104,7 @@ def test_a_run_that_leaves_its_span_fails_its_write_alone(
 def test_a_run_of_no_whole_words_fails_its_write_alone(pair: Pair) -> None:
     pair.writer.connect(pair.receiver.metadata())
     for row in ((8, 0, 16), (0, 8, 16), (0, 0, 8)):
-        with pytest.raises(TransferError, match=r"d/1: .*no multiple of 16"):
+        with pytest.raises(TransferError, match=r"d/1: .*no multiples of 16"):
             pair.writer.post_write("d/1", [Copies(pair.mine, pair.theirs[0], runs(row))], b"")
     assert not pair.device.copies
 

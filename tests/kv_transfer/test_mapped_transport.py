@@ -69,7 +69,7 @@ def test_a_device_that_fails_fails_its_writes(pair: Pair, caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("source", "row", "stage", "reason"),
     [
-        ("mine", (0, 0, 24), "post", "no multiple of 16"),
+        ("mine", (0, 0, 24), "post", "no multiples of 16"),
         ("mine", (2040, 0, 16), "post", "lies outside"),
         ("other", (0, 0, 16), "post", "not registered"),
     ],

@@ -1,0 +1,145 @@
+"""What a caller posts itself while the thread of its transport rests, and when it must not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from staged_ends import until
+from transfer_ends import Counted, Ends
+
+from antiphon.kv_transfer.in_process import Fault
+from antiphon.kv_transfer.transfer_thread import Fate
+
+
+@pytest.fixture
+def ends(buffer_type: Any, make_copies: Any) -> Iterator[Ends]:
+    made = Ends(buffer_type, make_copies)
+    yield made
+    assert made.sender.stop(60)
+    assert made.receiver.stop(60)
+
+
+def write_at_once(ends: Ends, name: bytes, ready: Callable[[], bool] = lambda: True) -> None:
+    post = partial(ends.write, name)
+    ends.sender.when(ready, post, ends.abandoned, at_once=True)
+
+
+@pytest.fixture
+def posted(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int]]:
+    """(notification, thread) of each write that was posted."""
+    found: list[tuple[bytes, int]] = []
+    post = ends.network.post
+
+    def noted(sender: str, receiver: str, copies: Any, notification: bytes) -> Any:
+        found.append((notification, threading.get_ident()))
+        return post(sender, receiver, copies, notification)
+
+    monkeypatch.setattr(ends.network, "post", noted)
+    return found
+
+
+def own_thread(ends: Ends) -> int:
+    return ends.sender.run(lambda transport: threading.get_ident()).result(60)
+
+
+def test_what_is_to_run_at_once_is_posted_by_its_caller(
+    ends: Ends, posted: list[tuple[bytes, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ends.sender, "_pause_s", lambda: 3600.0)
+    own_thread(ends)  # which then rests
+    until(lambda: ends.sender._at_work.acquire(blocking=False))
+    ends.sender._at_work.release()
+    write_at_once(ends, b"1")
+    assert posted == [(b"1", threading.get_ident())]
+    until(lambda: len(ends.outcomes) == 1 and ends.heard == [("sender", b"1")])
+    assert ends.outcomes[0].error is None
+
+
+def test_nothing_is_posted_before_what_was_asked_for_earlier(
+    ends: Ends, posted: list[tuple[bytes, int]]
+) -> None:
+    thread, goes_on, at_work = own_thread(ends), threading.Event(), threading.Event()
+    ends.sender.run(lambda transport: (at_work.set(), goes_on.wait(60)))
+    assert at_work.wait(60)
+    ends.write(b"1")
+    write_at_once(ends, b"2")
+    goes_on.set()
+    until(lambda: len(ends.outcomes) == 2)
+    assert posted == [(b"1", thread), (b"2", thread)]
+
+
+def test_what_is_not_ready_at_once_is_posted_when_it_is(ends: Ends, posted: list[tuple[bytes, int]]) -> None:
+    ready = threading.Event()
+    write_at_once(ends, b"later", ready.is_set)
+    thread = own_thread(ends)
+    assert not posted
+    ready.set()
+    until(lambda: len(ends.outcomes) == 1)
+    assert posted == [(b"later", thread)]
+
+
+def test_an_outcome_at_once_comes_once(ends: Ends) -> None:
+    """Refused twice, on whichever thread."""
+    ends.network.inject(Fault.FAIL_POST, 2)
+    write_at_once(ends, b"refused")
+    until(lambda: len(ends.outcomes) == 1)
+    own_thread(ends)
+    assert [outcome.fate for outcome in ends.outcomes] == [Fate.NOT_SENT]
+
+
+def test_the_thread_dies_of_what_failed_on_its_callers(ends: Ends) -> None:
+    def fail() -> None:
+        raise OSError("no such device")
+
+    ends.sender.when(lambda: True, fail, ends.abandoned, at_once=True)
+    until(lambda: len(ends.failures) == 1)
+    assert str(ends.failures[0]) == "no such device"
+    write_at_once(ends, b"late")
+    assert "the transfer thread died" in str(ends.outcomes[-1].error)
+
+
+def test_a_transport_that_is_closed_is_left_alone(ends: Ends, posted: list[tuple[bytes, int]]) -> None:
+    assert ends.sender.stop(60)
+    write_at_once(ends, b"late")
+    assert "was stopped" in str(ends.outcomes[0].error)
+    assert not posted
+
+
+def test_a_transport_is_used_by_one_thread_at_a_time(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, clashes, post = threading.Lock(), [], ends.network.post
+
+    def exclusive(call: Callable[..., Any]) -> Callable[..., Any]:
+        def calling(*arguments: Any) -> Any:
+            if not inside.acquire(blocking=False):
+                clashes.append(threading.get_ident())
+                return call(*arguments)
+            try:
+                time.sleep(0)  # lets another thread have its turn
+                return call(*arguments)
+            finally:
+                inside.release()
+
+        return calling
+
+    monkeypatch.setattr(ends.network, "post", exclusive(post))
+    monkeypatch.setattr(Counted, "notifications", exclusive(Counted.notifications), raising=True)
+    monkeypatch.setattr(ends.receiver, "_turn", lambda transport: time.sleep(0.01))
+    own_thread(ends)
+
+    def ask() -> None:
+        for number in range(100):
+            write_at_once(ends, b"%d" % number)
+
+    askers = [threading.Thread(target=ask) for _ in range(4)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join(60)
+    until(lambda: len(ends.outcomes) == 400)
+    assert not clashes
+    assert not any(outcome.error for outcome in ends.outcomes)
