@@ -122,14 +122,18 @@ class DecodeGraphs:
         places, pages = self._table_updates(work, rows)
         changed = len(places)
         self._write_vectors(work, rows, sources, host, size)
-        host.updates.numpy()[:changed] = places
-        host.updates.numpy()[changed : 2 * changed] = pages
+        sent = host.updates[: changed + (changed + 1) // 2]
+        if changed:
+            words = sent.numpy()
+            words[:changed] = places
+            words[changed:].view(np.int32)[:changed] = pages
         graph = self._graphs[size]
 
         def issue() -> Tensor:
             if changed:
-                updates = host.updates[: 2 * changed].to(self._tables.device, non_blocking=True)
-                self._tables.view(-1).scatter_(0, updates[:changed], updates[changed:].int())
+                updates = sent.to(self._tables.device, non_blocking=True)
+                new_pages = updates[changed:].view(torch.int32)[:changed]
+                self._tables.view(-1).scatter_(0, updates[:changed], new_pages)
             graph.replay()
             return graph.output[:count]
 

@@ -144,12 +144,16 @@ class DeviceSampler:
         count = len(work)
         ways = self._way[:count]
         self._order[:count] = np.argsort(ways, kind="stable")
-        bounds = np.searchsorted(ways[self._order[:count]], range(len(Way) + 1))
-        groups = tuple(
-            self._group(way, int(begin), int(end), count)
-            for way, begin, end in zip(Way, bounds[:-1], bounds[1:], strict=True)
-            if begin < end
-        )
+        groups: tuple[Group, ...]
+        if (ways == ways[0]).all():
+            groups = (self._group(Way(int(ways[0])), 0, count, count),)
+        else:
+            bounds = np.searchsorted(ways[self._order[:count]], range(len(Way) + 1))
+            groups = tuple(
+                self._group(way, int(begin), int(end), count)
+                for way, begin, end in zip(Way, bounds[:-1], bounds[1:], strict=True)
+                if begin < end
+            )
         asked = np.flatnonzero(self._logprobs[:count] >= 0)
         self._wishes = Wishes(groups, None, asked, int(self._logprobs[:count].max(initial=0)))
         self._adjusting = np.flatnonzero(self._adjusts[:count])

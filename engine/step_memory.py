@@ -47,7 +47,7 @@ class HostMemory(_Inputs):
     """What the host writes for one step, and where its results arrive; numpy views of host memory.
 
     Attributes:
-        updates: flat int64, places in the block tables, then the pages to put there.
+        updates: flat int64, places in the block tables, then the pages to put there as 32-bit numbers.
         chunk: flat int64, what a replayed chunk of a prompt reads; see ``chunk_graphs``.
         results: flat float64.
     """

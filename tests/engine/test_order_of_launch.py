@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,24 +15,33 @@ from antiphon.engine.requests import RequestKind
 
 
 class WatchedRuntime(HostRuntime):
-    """Calls back when work was issued."""
+    """Calls back when work was issued, and when it is waited for."""
 
-    def __init__(self, issued: Callable[[], None]) -> None:
+    def __init__(self, issued: Callable[[], None], waited: Callable[[], None]) -> None:
         super().__init__()
-        self._issued = issued
+        self._issued, self._waited = issued, waited
 
     def submit(self, issue: Callable[[], None]) -> Completion:
         """Issue it and say so."""
-        completion = super().submit(issue)
+        super().submit(issue)
         self._issued()
-        return completion
+        return Watched(self._waited)
 
 
-def _watched(kit: Any, issued: Callable[[], None], **more: Any) -> EngineLoop:
+@dataclass
+class Watched:
+    """Work whose end somebody waits for."""
+
+    wait: Callable[[], None]
+
+
+def _watched(
+    kit: Any, issued: Callable[[], None], waited: Callable[[], None] = lambda: None, **more: Any
+) -> EngineLoop:
     return EngineLoop(
         kit.FakeModel(),
         kit.settings(overlap=True, decode_graphs=True, chunk_graph_tokens=(32,)),
-        executor=lambda *built: DeviceExecutor(*built, WatchedRuntime(issued)),
+        executor=lambda *built: DeviceExecutor(*built, WatchedRuntime(issued, waited)),
         **more,
     )
 
@@ -49,6 +59,16 @@ def test_pages_of_a_new_prompt_are_named_while_the_device_computes(kit: Any, kin
     loop.step()
     assert named[0] == 1, "of a prompt whose first page is found nowhere no other is looked up"
     assert _keys(loop) == 6
+
+
+def test_the_first_step_follows_the_chunks_without_a_word_from_them(kit: Any) -> None:
+    heard: list[str] = []
+    loop = _watched(kit, lambda: heard.append("issued"), lambda: heard.append("waited"))
+    loop.submit(kit.request("r", kit.prompt_of(60)))
+    for _ in range(3):
+        loop.step()
+    chunk, last_chunk, step = ["issued"], ["issued", "issued"], ["issued"]
+    assert heard == [*chunk, *last_chunk, "waited", *step, "waited"], "the last chunk's choice is its own"
 
 
 def test_pages_of_a_reservation_are_named_while_its_kv_comes(kit: Any) -> None:
