@@ -14,7 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -191,13 +192,17 @@ class TransferThread:
         """
 
         def act_when_ready(transport: Transport) -> None:
-            if not ready():
-                self._not_ready.append(command)
-                return
-            self._stirred_at = time.monotonic()
-            self._posting = threading.get_ident() if at_once else None
             try:
+                if not ready():
+                    self._not_ready.append(command)
+                    return
+                self._stirred_at = time.monotonic()
+                self._posting = threading.get_ident() if at_once else None
                 act()
+            except BaseException as error:  # nobody may wait for ever for what the thread died of
+                with suppress(InvalidStateError):
+                    abandon(_death(error))
+                raise
             finally:
                 self._posting = None
 
@@ -288,7 +293,7 @@ class TransferThread:
                     transport.close()
         except BaseException as error:
             _log.exception("the transfer thread died")
-            self._abandon(TransferError("transfer", f"the transfer thread died: {error!r}"))
+            self._abandon(_death(error))
             self._on_failure(error)
         else:
             self._abandon(TransferError("transfer", "the transfer thread was stopped"))
@@ -348,6 +353,10 @@ class TransferThread:
             self._stirred_at = time.monotonic()
             fate = Fate.LANDED if state is WriteState.DONE else Fate.UNKNOWN
             record.on_done(WriteOutcome(record.error, seconds, fate))
+
+
+def _death(error: BaseException) -> TransferError:
+    return TransferError("transfer", f"the transfer thread died: {error!r}")
 
 
 def _fine_timers() -> None:

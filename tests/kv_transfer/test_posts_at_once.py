@@ -92,15 +92,20 @@ def test_an_outcome_at_once_comes_once(ends: Ends) -> None:
     assert [outcome.fate for outcome in ends.outcomes] == [Fate.NOT_SENT]
 
 
-def test_the_thread_dies_of_what_failed_on_its_callers(ends: Ends) -> None:
-    def fail() -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("when", ["ready", "act"])
+def test_nobody_waits_for_what_the_thread_died_of(ends: Ends, when: str, at_once: bool) -> None:
+    def fail() -> bool:
         raise OSError("no such device")
 
-    ends.sender.when(lambda: True, fail, ends.abandoned, at_once=True)
+    ready = fail if when == "ready" else lambda: True
+    ends.sender.when(ready, fail, ends.abandoned, at_once=at_once)
     until(lambda: len(ends.failures) == 1)
     assert str(ends.failures[0]) == "no such device"
     write_at_once(ends, b"late")
-    assert "the transfer thread died" in str(ends.outcomes[-1].error)
+    assert len(ends.outcomes) == 2
+    for outcome in ends.outcomes:
+        assert "the transfer thread died: OSError('no such device')" in str(outcome.error)
 
 
 def test_a_transport_that_is_closed_is_left_alone(ends: Ends, posted: list[tuple[bytes, int]]) -> None:
