@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from antiphon.engine.prefix_cache import chain_root, page_key
 from antiphon.engine.sequence import LEGAL_MOVES, Sequence, SequenceStatus
 from antiphon.protocol.errors import IllegalTransition
 
@@ -42,11 +43,15 @@ def test_page_keys_grow_with_the_sequence_and_never_change(kit: Any) -> None:
     assert sequence.page_keys(1, 16) == two[:1]
 
 
-def test_page_keys_are_the_same_one_by_one_and_at_once(kit: Any) -> None:
+def test_page_keys_are_a_chain_one_by_one_as_at_once(kit: Any) -> None:
     one_by_one, at_once, mixed = (
         Sequence(kit.request("x", kit.prompt_of(100)), arrival=1, submitted_s=0.0) for _ in range(3)
     )
-    expected = at_once.page_keys(6, 16)
+    expected = [chain_root("")]
+    for page in range(6):
+        expected.append(page_key(expected[-1], kit.prompt_of(100)[16 * page : 16 * (page + 1)]))
+    expected = expected[1:]
+    assert at_once.page_keys(6, 16) == expected
     assert list(one_by_one.each_page_key(6, 16)) == expected
     some = mixed.each_page_key(6, 16)
     first = next(some)
