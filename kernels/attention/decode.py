@@ -230,6 +230,9 @@ class DecodeAttention:
         query_heads, kv_heads: Q and G; Q / G must be at most 16.
         splits: programs that share one sequence's keys in a full layer; None chooses from the batch size.
         pdl: programmatic dependent launch (sm_90 and a launch chain that allows it).
+        stages: of a full layer's pipeline; 5, 7 and 9 hold 2, 3 and 4 pages of a program in shared memory, so
+            that 6, 4 and 3 programs find room on an SM. None chooses from the splits.
+        ahead: with pdl, whether a full layer's programs may be placed before the launch ahead is over.
     """
 
     def __init__(
@@ -241,13 +244,17 @@ class DecodeAttention:
         device: torch.device,
         splits: int | None = None,
         pdl: bool = False,
+        *,
+        stages: int | None = None,
+        ahead: bool = True,
     ) -> None:
         if query_heads % kv_heads or query_heads // kv_heads > 16:
             raise ValueError(f"{query_heads} query heads do not share {kv_heads} kv heads in groups of <= 16")
         self.batch_size = batch_size
         self.query_heads, self.kv_heads, self.head_dim = query_heads, kv_heads, head_dim
         self.splits = choose_splits(batch_size, kv_heads) if splits is None else splits
-        self.pdl = pdl
+        self.stages = (7 if self.splits == 1 else 5) if stages is None else stages
+        self.pdl, self._ahead = pdl, ahead
         self._parts = SplitParts(batch_size * query_heads, head_dim, self.splits, device, pdl)
 
     def full(
@@ -283,11 +290,11 @@ class DecodeAttention:
             PAGE=kv_layer.shape[3],
             DIM=self.head_dim,
             SPLITS=self.splits,
-            STAGES=7 if self.splits == 1 else 5,
+            STAGES=self.stages,
             PDL=self.pdl,
-            PREFETCHED=_PREFETCHED_PAGES,
+            PREFETCHED=_PREFETCHED_PAGES if self._ahead else 0,
             num_warps=1,
-            **launch_options(self.pdl),
+            **launch_options(self.pdl and self._ahead),
         )
         if self.splits > 1:
             self._parts.merge(out)

@@ -58,11 +58,12 @@ class Paged:
         layer = self.layer.nan_to_num(0.0).float()
         return reference.paged_attention(self.query.float(), layer, self.sequences, self.sinks, window, SCALE)
 
-    def kernel(self, splits: int | None = None, pdl: bool = True) -> DecodeAttention:
+    def kernel(
+        self, splits: int | None = None, pdl: bool = True, stages: int | None = None, ahead: bool = True
+    ) -> DecodeAttention:
         heads = self.query.shape[1]
-        return DecodeAttention(
-            len(self.query), heads, heads // 8, D, self.query.device, splits=splits, pdl=pdl
-        )
+        shape = (len(self.query), heads, heads // 8, D, self.query.device)
+        return DecodeAttention(*shape, splits=splits, pdl=pdl, stages=stages, ahead=ahead)
 
 
 EDGES = [1, 63, 64, 65, 127, 128, 129, 130, 1000]
@@ -76,6 +77,23 @@ def test_any_number_of_splits(splits: int, pdl: bool) -> None:
     out = paged.run(kernel, None)
     assert relative_error(out, paged.expected(None)) <= BOUND
     assert torch.equal(out, paged.run(kernel, None)), "bit for bit from run to run"
+
+
+@alone_and_beside_copies
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("splits", "stages"), [(1, 5), (3, 7), (3, 9), (20, 7)])
+def test_every_launch_is_the_same_however_many_pages_are_under_way(
+    splits: int, stages: int, ahead: bool, beside: bool
+) -> None:
+    paged = Paged(EDGES)
+    kernel = paged.kernel(splits, stages=stages, ahead=ahead)
+    assert relative_error(paged.run(kernel, None), paged.expected(None)) <= BOUND
+    queries = paged.query, torch.randn_like(paged.query)
+
+    def launch(turn: int, out: Tensor) -> None:
+        paged.into(out, queries[turn], kernel, None)
+
+    check_launches(launch, torch.full_like(paged.query, float("nan")), beside=beside)
 
 
 @alone_and_beside_copies

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels import reference
+from antiphon.kernels.attention import decode, split_parts
 from antiphon.kernels.attention.decode import DecodeAttention, choose_splits
 from antiphon.kernels.attention.prefill import prefill_attention
 from antiphon.kernels.reference import PagedSequences
@@ -91,6 +92,37 @@ def test_unsupported_shapes_are_refused() -> None:
         DecodeAttention(2, Q, G, D, query.device).full(query, layer, sequences, sinks, SCALE, query)
     with pytest.raises(ValueError, match="not a power of two"):
         DecodeAttention(1, Q, G, D, query.device).sliding(query, layer, sequences, sinks, 100, SCALE, query)
+
+
+class Launched:
+    """In a kernel's place: keeps what it is launched with."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, object] = {}
+
+    def __getitem__(self, _: object) -> Launched:
+        return self
+
+    def __call__(self, *_: object, **options: object) -> None:
+        self.options = options
+
+
+@pytest.mark.parametrize(
+    ("pdl", "ahead", "first", "merge"),
+    [(True, True, True, True), (True, False, None, True), (False, True, None, None)],
+)
+def test_a_full_layer_that_is_not_launched_ahead_still_lets_its_merge_begin_early(
+    pdl: bool, ahead: bool, first: bool | None, merge: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, merged = Launched(), Launched()
+    monkeypatch.setattr(decode, "_decode_full", full)
+    monkeypatch.setattr(split_parts, "_merge_splits", merged)
+    layer, sequences, query, sinks = paged(EDGES, [1] * len(EDGES))
+    kernel = DecodeAttention(len(EDGES), Q, G, D, query.device, splits=3, pdl=pdl, ahead=ahead)
+    kernel.full(query, layer, sequences, sinks, SCALE, query)
+    assert (full.options.get("launch_pdl"), merged.options.get("launch_pdl")) == (first, merge)
+    assert full.options["PDL"] is pdl, "it must let the merge begin, and may wait for nobody"
+    assert bool(full.options["PREFETCHED"]) is ahead, "nothing to fetch meanwhile"
 
 
 def test_splits_fill_the_device_only_while_the_batch_does_not() -> None:
