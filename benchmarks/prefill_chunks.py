@@ -139,7 +139,8 @@ def timed_prompts(loop: EngineLoop, runtime: TimedRuntime, prompts: Sequence[tup
             loop.step()
         if runtime.device.type == "cuda":
             torch.cuda.synchronize(runtime.device)
-        *chunks, decode = runtime.take()
+        # A step with nothing in flight before it is two parts: the forward pass, and the choice of a token.
+        *chunks, forward, choice = runtime.take()
         if len(chunks) != -(-(len(prompt) - 1) // loop.settings.chunk_tokens):
             raise BenchmarkError(f"{len(prompt)} tokens were computed in {len(chunks)} chunks and a step")
         seen.append(
@@ -147,8 +148,8 @@ def timed_prompts(loop: EngineLoop, runtime: TimedRuntime, prompts: Sequence[tup
                 total,
                 sum(part.issue_ms for part in chunks),
                 sum(part.device_ms for part in chunks),
-                decode.issue_ms,
-                decode.device_ms,
+                forward.issue_ms + choice.issue_ms,
+                forward.device_ms + choice.device_ms,
             )
         )
     fields = [asdict(split) for split in seen[1:]]

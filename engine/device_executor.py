@@ -18,7 +18,7 @@ from antiphon.engine.batch import Work, build_host_batch
 from antiphon.engine.batch_rows import BatchRows
 from antiphon.engine.chunk_graphs import ChunkGraphs, input_words
 from antiphon.engine.decode_graphs import DecodeGraphs, table_pages
-from antiphon.engine.device_runtime import Completion, DeviceRuntime, runtime_for
+from antiphon.engine.device_runtime import Captured, Completion, DeviceRuntime, runtime_for
 from antiphon.engine.device_sampler import DeviceSampler, StepSampling
 from antiphon.engine.executor import Finished, LaunchedStep, grammars, layer_hook
 from antiphon.engine.grammar import step_masks
@@ -114,52 +114,74 @@ class DeviceExecutor:
             host.in_use = self._runtime.submit(lambda: _ignore(forward()))
             return _Launched(host.in_use, host, _nothing)
         rows = np.array(self._rows.assign([item.sequence for item in sampled]), dtype=np.int64)
-        if self._graphs is not None and len(sampled) == len(work) == sum(item.count for item in work):
-            return self._launch_replayed(self._graphs, work, rows, sources, host)
-        forward = self._prepare(work, rows, sources, host, on_layer_group)
+        graphs = self._graphs
+        if graphs is None or not len(sampled) == len(work) == sum(item.count for item in work):
+            forward = self._prepare(work, rows, sources, host, on_layer_group)
+            return self._launch_forward_first(forward, sampled, rows, host, None)
+        replay = graphs.prepare(work, rows, np.array(sources, dtype=np.int64), host)
+        if self._memory.step_in_flight:
+            return self._launch_at_once(replay, work, rows, host, graphs)
+
+        def send_and_replay() -> Tensor:
+            self._memory.send_for_forward(host)
+            return replay()
+
+        return self._launch_forward_first(send_and_replay, work, rows, host, graphs)
+
+    def _launch_forward_first(
+        self,
+        forward: Callable[[], Tensor],
+        sampled: Sequence[Work],
+        rows: np.ndarray,
+        host: HostMemory,
+        graphs: DecodeGraphs | None,
+    ) -> LaunchedStep:
+        """Have the device compute, and write meanwhile what the choice of tokens needs."""
         hidden: list[Tensor] = []
         host.in_use = self._runtime.submit(lambda: hidden.append(forward()))
-        # What the choice needs is written while the device computes what it is made from.
         sampling = self._sampler.prepare(sampled, rows, self._rows.version, host)
         if any(item.sequence.grammar is not None for item in sampled):
             return self._waiting(sampling, hidden, host.in_use, host, sends=True)
-        host.in_use = self._runtime.submit(partial(self._choose, sampling, hidden, sends=True))
+        tail = None if graphs is None else graphs.tail(len(sampled), sampling.wishes)
+        host.in_use = self._runtime.submit(partial(self._choose, sampling, hidden, tail, sends=True))
         return _Launched(host.in_use, host, sampling.read)
 
-    def _launch_replayed(
+    def _launch_at_once(
         self,
-        graphs: DecodeGraphs,
+        replay: Callable[[], Tensor],
         work: Sequence[Work],
         rows: np.ndarray,
-        sources: list[int],
         host: HostMemory,
+        graphs: DecodeGraphs,
     ) -> LaunchedStep:
-        """A step that only decodes: one copy brings all that its graphs read."""
+        """Behind a step on its way nothing waits for the host: one copy brings all that is read."""
         sampling = self._sampler.prepare(work, rows, self._rows.version, host)
-        forward = graphs.prepare(work, rows, np.array(sources, dtype=np.int64), host)
         constrained = any(item.sequence.grammar is not None for item in work)
         tail = None if constrained else graphs.tail(len(work), sampling.wishes)
         hidden: list[Tensor] = []
 
         def issue() -> None:
-            sampling.send()
-            hidden.append(forward())
-            if tail is not None:
-                tail.replay()
-                sampling.fetch(tail.output[: len(work)])
-            elif not constrained:
-                self._choose(sampling, hidden, sends=False)
+            self._memory.send_inputs(host)
+            hidden.append(replay())
+            if not constrained:
+                self._choose(sampling, hidden, tail, sends=False)
 
         host.in_use = self._runtime.submit(issue)
         if constrained:
             return self._waiting(sampling, hidden, host.in_use, host, sends=False)
         return _Launched(host.in_use, host, sampling.read)
 
-    def _choose(self, sampling: StepSampling, hidden: list[Tensor], *, sends: bool) -> None:
+    def _choose(
+        self, sampling: StepSampling, hidden: list[Tensor], tail: Captured | None, *, sends: bool
+    ) -> None:
         """Issue the choice from the hidden states of a step; ``sends`` what it reads, too."""
         if sends:
             sampling.send()
-        sampling.fetch(sampling.choose_from(self._model, hidden[0]))
+        if tail is not None:
+            tail.replay()
+            sampling.fetch(tail.output[: len(sampling.work)])
+        else:
+            sampling.fetch(sampling.choose_from(self._model, hidden[0]))
 
     def _waiting(
         self,
@@ -178,7 +200,7 @@ class DeviceExecutor:
 
         def sample() -> tuple[Completion, Callable[[Completion], list[Choice]]]:
             chosen = sampling.constrained(step_masks(constrained))
-            return self._runtime.submit(partial(self._choose, chosen, hidden, sends=sends)), chosen.read
+            return self._runtime.submit(partial(self._choose, chosen, hidden, None, sends=sends)), chosen.read
 
         return _Launched(completion, host, sampling.read, sample)
 

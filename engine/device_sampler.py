@@ -61,8 +61,8 @@ class StepSampling:
     """[M, columns] float64 in host memory."""
 
     def send(self) -> None:
-        """Issue the copy of the step's inputs, the rows' parameters among them."""
-        self.sampler.memory.send_inputs(self.host)
+        """Issue the copy of what the rows want."""
+        self.sampler.memory.send_for_choice(self.host)
 
     def choose(self, logits: Tensor) -> Tensor:
         """Issue the choice, [M, V] float32 by row -> result."""

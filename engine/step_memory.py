@@ -2,6 +2,7 @@
 
 While the device may still read the set of the step in flight, the next step is written into the other one.
 What every step has lies in one buffer, so that one copy brings it: each copy stands in the way of the step.
+What the forward pass reads comes first in it, so that it can be sent while the rest is not written yet.
 Other copies move runs from the beginning of a buffer: a strided one would go through a temporary in ordinary
 memory, and wait.
 """
@@ -28,14 +29,17 @@ class _Inputs:
     Attributes:
         vectors: [5, B] int64. lengths: [B] int32. order: [B] int64, rows by the way they are sampled.
         parameters: [5, B] float64.
+        for_forward: the words of vectors and lengths. for_choice: the others.
     """
 
     def __init__(self, words: Tensor, rows: int) -> None:
         self.words = words
         self.vectors: Tensor = words[: 5 * rows].view(5, rows)
-        self.order: Tensor = words[5 * rows : 6 * rows]
-        self.parameters: Tensor = words[6 * rows : 11 * rows].view(torch.float64).view(5, rows)
-        self.lengths: Tensor = words[11 * rows :].view(torch.int32)[:rows]
+        end = 5 * rows + (rows + 1) // 2
+        self.lengths: Tensor = words[5 * rows : end].view(torch.int32)[:rows]
+        self.for_forward, self.for_choice = words[:end], words[end:]
+        self.order: Tensor = self.for_choice[:rows]
+        self.parameters: Tensor = self.for_choice[rows:].view(torch.float64).view(5, rows)
 
     @staticmethod
     def size(rows: int) -> int:
@@ -96,6 +100,11 @@ class StepMemory:
         return chosen
 
     @property
+    def step_in_flight(self) -> bool:
+        """Whether a step was launched and not waited for."""
+        return any(each.in_use is not None for each in self._sets)
+
+    @property
     def sampled(self) -> Tensor:
         """[B] int64: the tokens that the last step sampled, by row."""
         return self._pool[: self.max_batch_size]
@@ -112,6 +121,14 @@ class StepMemory:
     def send_inputs(self, host: HostMemory) -> None:
         """Issue the copy of what the host wrote."""
         self._inputs.words.copy_(host.words, non_blocking=True)
+
+    def send_for_forward(self, host: HostMemory) -> None:
+        """Issue the copy of what a forward pass reads of it."""
+        self._inputs.for_forward.copy_(host.for_forward, non_blocking=True)
+
+    def send_for_choice(self, host: HostMemory) -> None:
+        """Issue the copy of what a choice of tokens reads of it."""
+        self._inputs.for_choice.copy_(host.for_choice, non_blocking=True)
 
     def send(self, array: np.ndarray) -> Tensor:
         """Issue the copy of an array of this step's own; for what only some steps have."""

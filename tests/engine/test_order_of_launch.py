@@ -10,6 +10,7 @@ import pytest
 
 from antiphon.engine.device_executor import DeviceExecutor
 from antiphon.engine.device_runtime import Completion, HostRuntime
+from antiphon.engine.device_sampler import DeviceSampler
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.requests import RequestKind
 
@@ -69,6 +70,29 @@ def test_the_first_step_follows_the_chunks_without_a_word_from_them(kit: Any) ->
         loop.step()
     chunk, last_chunk, step = ["issued"], ["issued", "issued"], ["issued"]
     assert heard == [*chunk, *last_chunk, "waited", *step, "waited"], "the last chunk's choice is its own"
+
+
+def test_what_the_choice_needs_is_written_while_the_forward_pass_runs(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a step on its way nothing waits for the host, and one copy brings everything."""
+    heard: list[str] = []
+    loop = _watched(kit, lambda: heard.append("issued"))
+    prepare = DeviceSampler.prepare
+
+    def heard_prepare(*arguments: Any) -> Any:
+        heard.append("prepared")
+        return prepare(*arguments)
+
+    monkeypatch.setattr(DeviceSampler, "prepare", heard_prepare)
+    loop.submit(kit.request("r", kit.prompt_of(20), kind=RequestKind.REMOTE_KV))
+    loop.step()
+    loop.kv_ready("r", 1)
+    loop.step()
+    assert heard == ["issued", "prepared", "issued"]
+    heard.clear()
+    loop.step()
+    assert heard == ["prepared", "issued"]
 
 
 def test_pages_of_a_reservation_are_named_while_its_kv_comes(kit: Any) -> None:
