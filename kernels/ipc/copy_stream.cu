@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "on_device.cuh"
-#include "page_rows.h"
+#include "page_rows.cuh"
 
 extern "C" int antiphon_run_copy(const int64_t* rows, int count, int blocks, void* stream);
 extern "C" int antiphon_run_copy_load();
@@ -27,7 +27,7 @@ extern "C" int antiphon_copy_event_make(int device, void** event) {
   });
 }
 
-// parts, bad: see page_rows.h. -1 if there is a run that may not be copied, and nothing is begun. lane: a stream of
+// parts, bad: see page_rows.cuh. -1 if there is a run that may not be copied, and nothing is begun. lane: a stream of
 // antiphon_copy_stream_make. after: an event of this device that was recorded, or null. done: an event that nothing
 // waits for any more.
 extern "C" int antiphon_copy_pages(int device, const antiphon::Part* parts, int count, int blocks, void* lane,

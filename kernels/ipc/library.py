@@ -15,7 +15,7 @@ _HERE = Path(__file__).parent
 LIBRARY = CudaLibrary(
     "ipc",
     (_HERE / "memory.cu", _HERE / "run_copy.cu", _HERE / "copy_stream.cu"),
-    headers=(_HERE / "on_device.cuh", _HERE / "page_rows.h", _HERE.parent / "moe" / "csrc" / "hopper.cuh"),
+    headers=(_HERE / "on_device.cuh", _HERE / "page_rows.cuh", _HERE.parent / "moe" / "csrc" / "hopper.cuh"),
 )
 
 

@@ -101,7 +101,7 @@ class RunCopier:
         self._events: list[int] = []
         """Events that nothing waits for."""
         self._bad_run = np.zeros(5, dtype=np.int64)
-        """``BadRun`` of page_rows.h."""
+        """``BadRun`` of page_rows.cuh."""
 
     def copy(self, parts: Sequence[SpanCopy], after: int | None = None) -> RunningCopy:
         """Launch a copy; what it reads must not change before it is done.
@@ -143,7 +143,7 @@ def _check(status: int, what: str) -> None:
 
 
 def _numbers(part: SpanCopy) -> tuple[int, ...]:
-    """As ``Part`` of page_rows.h.
+    """As ``Part`` of page_rows.cuh.
 
     Raises:
         ValueError: arrays of other shapes; says which.
