@@ -46,7 +46,7 @@ class EngineSnapshot:
 
     def with_waiting(self, waiting: int) -> EngineSnapshot:
         """The same counts with another number of waiting sequences."""
-        return replace(self, waiting=waiting)
+        return self if waiting == self.waiting else replace(self, waiting=waiting)
 
     @property
     def total_pages(self) -> int:
