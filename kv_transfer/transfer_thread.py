@@ -74,7 +74,9 @@ class _InFlight:
 
 
 class TransferThread:
-    """Runs a transport. Callbacks are called on this thread and must only hand over.
+    """Runs a transport. Callbacks must only hand over.
+
+    They are called on this thread, or on the one that runs something at once (``when``); never two at a time.
 
     Args:
         open_transport: makes the transport; called on the thread, which some insist on.
@@ -114,6 +116,8 @@ class TransferThread:
         """None before it was opened, and once it is closed."""
         self._posting: int | None = None
         """The thread on which something runs at once."""
+        self._given = 0
+        """Writes that the transport was given, whatever became of them."""
         self._failure: BaseException | None = None
         """Of what was run on another thread."""
         self._thread = threading.Thread(target=self._main, name="kv-transfer", daemon=True)
@@ -146,14 +150,16 @@ class TransferThread:
         on_done: Callable[[WriteOutcome], None],
         after: DeviceEvent | None = None,
     ) -> None:
-        """Post a write; a refused one is tried once more. ``on_done`` is called exactly once.
+        """Post a write; a refused one is tried once more.
 
+        ``on_done`` is called exactly once, and not at all if the thread dies while it may be under way.
         From this thread, it is posted before anything that was asked for earlier, and at once by what
         ``when`` runs at once. ``after`` is as in ``Transport.post_write``; the write is timed from there.
         """
 
         def post(transport: Transport) -> None:
             start = time.monotonic()
+            self._given += 1
             try:
                 try:
                     write = transport.post_write(peer, copies, notification, after)
@@ -185,6 +191,9 @@ class TransferThread:
     ) -> None:
         """Run ``act`` on this thread once ``ready()``, which is polled; ``abandon`` if it ends first.
 
+        Also if it dies of one of the two, unless the transport was given a write by then: who is told that
+        it is over may give away pages which that write still reads or changes.
+
         Args:
             at_once: run both on the caller's thread, if the transport is at rest and nothing was asked for
                 before: waking a thread takes longer than beginning a copy. What ``act`` writes must be for
@@ -192,6 +201,7 @@ class TransferThread:
         """
 
         def act_when_ready(transport: Transport) -> None:
+            given = self._given
             try:
                 if not ready():
                     self._not_ready.append(command)
@@ -199,9 +209,10 @@ class TransferThread:
                 self._stirred_at = time.monotonic()
                 self._posting = threading.get_ident() if at_once else None
                 act()
-            except BaseException as error:  # nobody may wait for ever for what the thread died of
-                with suppress(InvalidStateError):
-                    abandon(_death(error))
+            except BaseException as error:
+                if self._given == given:
+                    with suppress(InvalidStateError):
+                        abandon(_death(error))
                 raise
             finally:
                 self._posting = None

@@ -108,6 +108,27 @@ def test_nobody_waits_for_what_the_thread_died_of(ends: Ends, when: str, at_once
         assert "the transfer thread died: OSError('no such device')" in str(outcome.error)
 
 
+@pytest.mark.parametrize("when", ["posting", "posted"])
+def test_what_may_be_under_way_is_not_called_over(
+    ends: Ends, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages would be given to others while they are still written."""
+
+    def fail(*arguments: Any) -> None:
+        raise OSError("no such device")
+
+    def act() -> None:
+        ends.write(b"held")
+        fail()
+
+    if when == "posting":
+        monkeypatch.setattr(ends.network, "post", fail)
+    ends.network.inject(Fault.HOLD)
+    ends.sender.when(lambda: True, act, ends.abandoned, at_once=True)
+    until(lambda: len(ends.failures) == 1)
+    assert not ends.outcomes
+
+
 def test_a_transport_that_is_closed_is_left_alone(ends: Ends, posted: list[tuple[bytes, int]]) -> None:
     assert ends.sender.stop(60)
     write_at_once(ends, b"late")
