@@ -105,11 +105,12 @@ class KvEndpoint:
         self._on_landed = on_landed
         self._faulty: set[str] = set()
         """Agents whose first refused message was logged."""
-        on_gpu = any(region.memory == "VRAM" for region in pages.memory_regions())
+        gpus = {region.device for region in pages.memory_regions() if region.memory == "VRAM"}
+        self._gpu = next(iter(gpus), None)
         self._transfer = TransferThread(
             *(self._open_transport, self._notified, on_failure),
             write_timeout_s=settings.write_timeout_s,
-            busy_poll_s=FAST_POLL_S if staging is not None or on_gpu else DIRECT_POLL_S,
+            busy_poll_s=FAST_POLL_S if staging is not None or gpus else DIRECT_POLL_S,
         )
         self._sender: StagedSender | None = None
         self._receiver: StagedReceiver | None = None
@@ -242,6 +243,7 @@ class KvEndpoint:
         mark, fences = order.ready_after, self._fences
         shipper = _started(self._shipper)
         if peer in self._mapped:
+            _work_on(self._gpu)
             event = partial(fences.device_fence, mark)
             return shipper.ship(kv, order, partial(fences.passed, mark), event)
         slots = self._slots.get(peer)
@@ -331,6 +333,18 @@ def nixl_transport(name: str) -> Transport:
     from antiphon.kv_transfer.nixl_transport import NixlTransport
 
     return NixlTransport(name)
+
+
+def _work_on(gpu: int | None) -> None:
+    """Make a GPU the calling thread's own before a copy may begin there.
+
+    A thread begins with GPU 0, and to come back to it CUDA would make a context there: memory of a GPU that
+    is another rank's, and a second in which nothing else of the process goes on.
+    """
+    if gpu is not None:
+        import torch
+
+        torch.cuda.set_device(gpu)
 
 
 def _started(part: T | None) -> T:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from mapped_network import MappedNetwork
 from staged_ends import Side, order, settle, until
 
+from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.kv_transfer.mapped_transport import MappedTransport
 from antiphon.kv_transfer.measured_transport import WriteLog, measured
 from antiphon.kv_transfer.staging import SlotRange
@@ -149,6 +153,29 @@ def test_an_order_does_not_wait_for_a_peer_that_is_not_mapped(ends: Ends) -> Non
     with pytest.raises(TransferError, match="cannot wait for a GPU") as caught:
         ends.source.endpoint.ship(ends.target.life, ends.ordered(1)).result(60)
     assert caught.value.stage == "post"
+
+
+def test_who_orders_a_copy_works_on_the_pages_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may begin the copy, and on GPU 0 it would take memory of another rank's."""
+    used: list[tuple[int, int]] = []
+    regions = PagedKvCache.memory_regions
+    on_gpu = {"memory": "VRAM", "device": 3}
+    monkeypatch.setattr(
+        PagedKvCache,
+        "memory_regions",
+        lambda cache: tuple(msgspec.structs.replace(each, **on_gpu) for each in regions(cache)),
+    )
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: used.append((threading.get_ident(), gpu)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    ends = Ends()
+    copy, used_before = ends.device.copy, []
+    monkeypatch.setattr(ends.device, "copy", lambda *given: (used_before.extend(used), copy(*given))[1])
+    ends.source.endpoint.ship(ends.target.life, order(list(FULL), [])).result(60)
+    for side in (ends.source, ends.target):
+        side.endpoint.stop()
+    assert (threading.get_ident(), 3) in used_before
+    ends.check()
 
 
 def test_nothing_is_staged_for_a_mapped_peer(ends: Ends) -> None:
