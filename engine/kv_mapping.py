@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class KvMapping:
-    """Implements ``kv_transfer.peer_memory.PeerMemory`` on an H200; for one thread.
+    """Implements ``kv_transfer.peer_memory.PeerMemory`` on an H200; for one thread at a time.
 
     Args:
         blocks: of each copy's launch.

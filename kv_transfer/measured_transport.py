@@ -33,7 +33,7 @@ VLLM_NAMES = {
 
 
 class WriteObserver(Protocol):
-    """Is told of the writes of one transport, on the transfer thread."""
+    """Is told of the writes of one transport by whichever thread uses it, one at a time."""
 
     def began(self) -> None:
         """A write is under way: it was posted, and its source is computed."""

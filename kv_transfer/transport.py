@@ -3,7 +3,8 @@
 ``nixl_transport.py`` moves bytes between processes; ``in_process.py`` moves them inside one, and can lose,
 delay, repeat and corrupt on demand. Everything above this seam is the same code for both.
 
-A transport belongs to one thread: no method may be called from two threads at a time.
+No method of a transport may be called from two threads at a time. ``post_write`` to a peer that it ``maps``
+may be called from any, everything else from the one that made it.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class RunningCopy:
 
 
 class RunCopier:
-    """Launches copies of one device; for one thread.
+    """Launches copies of one device; for one thread at a time.
 
     Copies that wait for an event have a stream of their own: what is ready is not behind them.
 
