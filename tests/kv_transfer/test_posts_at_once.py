@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from staged_ends import until
-from transfer_ends import Counted, Ends
+from transfer_ends import Counted, Ends, at_rest
 
 from antiphon.kv_transfer.in_process import Fault
 from antiphon.kv_transfer.transfer_thread import Fate
@@ -51,11 +51,10 @@ def test_what_is_to_run_at_once_is_posted_by_its_caller(
     ends: Ends, posted: list[tuple[bytes, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ends.sender, "_pause_s", lambda: 3600.0)
-    own_thread(ends)  # which then rests
-    until(lambda: ends.sender._at_work.acquire(blocking=False))
-    ends.sender._at_work.release()
+    goes_on = at_rest(ends.sender)
     write_at_once(ends, b"1")
     assert posted == [(b"1", threading.get_ident())]
+    goes_on.set()  # to sleep, unless it was woken
     until(lambda: len(ends.outcomes) == 1 and ends.heard == [("sender", b"1")])
     assert ends.outcomes[0].error is None
 
@@ -71,6 +70,41 @@ def test_nothing_is_posted_before_what_was_asked_for_earlier(
     goes_on.set()
     until(lambda: len(ends.outcomes) == 2)
     assert posted == [(b"1", thread), (b"2", thread)]
+
+
+def test_what_was_asked_for_and_not_begun_comes_first_as_well(
+    ends: Ends, posted: list[tuple[bytes, int]]
+) -> None:
+    thread, goes_on = own_thread(ends), at_rest(ends.sender)
+    ends.write(b"1")
+    write_at_once(ends, b"2")
+    assert not posted
+    goes_on.set()
+    until(lambda: len(ends.outcomes) == 2)
+    assert posted == [(b"1", thread), (b"2", thread)]
+
+
+def test_a_caller_that_has_posted_at_once_posts_nothing_else(
+    ends: Ends, posted: list[tuple[bytes, int]]
+) -> None:
+    thread, goes_on = own_thread(ends), at_rest(ends.sender)
+    write_at_once(ends, b"1")
+    ends.write(b"2")
+    assert posted == [(b"1", threading.get_ident())]
+    goes_on.set()
+    until(lambda: len(ends.outcomes) == 2)
+    assert posted[1:] == [(b"2", thread)]
+
+
+def test_nothing_is_posted_once_the_thread_is_to_die(ends: Ends, posted: list[tuple[bytes, int]]) -> None:
+    goes_on = at_rest(ends.sender)
+    ends.sender.when(lambda: 1 / 0 > 0, lambda: None, ends.abandoned, at_once=True)
+    write_at_once(ends, b"late")
+    assert len(ends.outcomes) == 1
+    goes_on.set()
+    until(lambda: len(ends.outcomes) == 2)
+    assert "the transfer thread died: ZeroDivisionError" in str(ends.outcomes[1].error)
+    assert not posted
 
 
 def test_what_is_not_ready_at_once_is_posted_when_it_is(ends: Ends, posted: list[tuple[bytes, int]]) -> None:
@@ -132,7 +166,8 @@ def test_what_may_be_under_way_is_not_called_over(
 def test_a_transport_that_is_closed_is_left_alone(ends: Ends, posted: list[tuple[bytes, int]]) -> None:
     assert ends.sender.stop(60)
     write_at_once(ends, b"late")
-    assert "was stopped" in str(ends.outcomes[0].error)
+    write_at_once(ends, b"never", lambda: False)
+    assert ["was stopped" in str(outcome.error) for outcome in ends.outcomes] == [True, True]
     assert not posted
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from mapped_network import MappedNetwork
-from staged_ends import Side, order, settle, until
+from staged_ends import PAGES, Side, order, settle, until
+from transfer_ends import at_rest
 
 from antiphon.engine.kv_cache import PagedKvCache
 from antiphon.kv_transfer.mapped_transport import MappedTransport
@@ -87,6 +88,61 @@ def test_a_copy_is_given_to_the_gpu_before_its_source_is_computed(ends: Ends) ->
     until(lambda: len(ends.target.heard) == 1)
     assert isinstance(decode(ends.target.heard[0][1]), WriteDone)
     ends.check()
+
+
+def test_a_copy_is_begun_by_who_orders_it_while_the_transport_rests(ends: Ends) -> None:
+    goes_on = at_rest(ends.source.endpoint._transfer)
+    ends.source.fences.record(StepMark(1, 0), fence(set_event(), 77))
+    shipped = ends.source.endpoint.ship(ends.target.life, ends.ordered(1))
+    assert ends.device.waited_for == [None]
+    assert not shipped.done(), "its word is for the transport's own thread"
+    goes_on.set()
+    shipped.result(60)
+    ends.check()
+
+
+def test_each_order_copies_its_own_pages(ends: Ends) -> None:
+    ends.source.endpoint.ship(ends.target.life, order([(1, 7)], [])).result(60)
+    ends.source.endpoint.ship(ends.target.life, order(list(FULL), [])).result(60)
+    ends.check()
+
+
+BAD_PAGES = [([(0, 5), (2, PAGES + 1)], [], r"full pages \[13\] of d, which has 13")]
+BAD_PAGES += [([(0, 5)], [(1, 3), (2, 3)], r"sliding pages \[3\] of d more than once")]
+
+
+@pytest.mark.parametrize(("full", "sliding", "reason"), BAD_PAGES)
+@pytest.mark.parametrize("way", ["mapped", "staged", "direct"])
+def test_pages_that_the_peer_does_not_have_fail_their_order_alone(
+    full: list[tuple[int, int]], sliding: list[tuple[int, int]], reason: str, way: str, ends: Ends
+) -> None:
+    endpoint, life = ends.source.endpoint, ends.target.life
+    if way != "mapped":
+        endpoint._mapped.clear()
+    if way == "direct":
+        endpoint._slots.clear()
+    for _ in range(2):
+        with pytest.raises(TransferError, match=reason) as caught:
+            endpoint.ship(life, order(full, sliding)).result(60)
+        assert caught.value.stage == "post"
+    assert not ends.target.heard
+    assert not ends.target.cache.memory("full").any()
+    endpoint._mapped.add(life)
+    endpoint.ship(life, order(list(FULL), [])).result(60)
+    ends.check()
+
+
+def test_pages_are_checked_again_for_what_the_peer_says_next(ends: Ends) -> None:
+    """Of a handshake anew, with the same pages ordered."""
+    endpoint, life = ends.source.endpoint, ends.target.life
+    endpoint.ship(life, order(list(FULL), [])).result(60)
+    regions = tuple(
+        msgspec.structs.replace(each, pages=5) if each.group == "full" else each
+        for each in ends.target.memory.regions
+    )
+    endpoint.connect(life, 1, [msgspec.structs.replace(ends.target.memory, regions=regions)]).result(60)
+    with pytest.raises(TransferError, match=r"full pages \[5\] of d, which has 5"):
+        endpoint.ship(life, order(list(FULL), [])).result(60)
 
 
 def test_a_source_that_is_computed_is_not_waited_for(ends: Ends) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,26 @@ class Counted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+
+class _Rest(threading.Event):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.goes_on = threading.Event(), threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.reached.set()
+        assert self.goes_on.wait(60)
+        return super().wait(timeout)
+
+
+def at_rest(thread: TransferThread) -> threading.Event:
+    """Hold a thread where it has nothing to do, until the event is set."""
+    rest, before = _Rest(), thread._wake
+    thread._wake = rest
+    before.set()
+    assert rest.reached.wait(60)
+    return rest.goes_on
 
 
 class Ends:
