@@ -22,6 +22,8 @@ from antiphon.kernels.reference import PagedSequences
 LOG2E = 1.4426950408889634
 _PREFETCHED_PAGES = 4
 """Of a split: of eight sequences of 8,192 tokens 21 MB, which L2 holds beside the weights."""
+_CROWDED_BATCH = 16
+"""Up to which an SM has room for one program at most beside QKV; those that QKV leaves first take six."""
 
 
 @triton.jit
@@ -232,7 +234,8 @@ class DecodeAttention:
         pdl: programmatic dependent launch (sm_90 and a launch chain that allows it).
         stages: of a full layer's pipeline; 5, 7 and 9 hold 2, 3 and 4 pages of a program in shared memory, so
             that 6, 4 and 3 programs find room on an SM. None chooses from the splits.
-        ahead: with pdl, whether a full layer's programs may be placed before the launch ahead is over.
+        ahead: with pdl, whether a full layer's programs may be placed before the launch ahead is over. None:
+            only where that launch leaves all SMs the same room.
     """
 
     def __init__(
@@ -246,7 +249,7 @@ class DecodeAttention:
         pdl: bool = False,
         *,
         stages: int | None = None,
-        ahead: bool = True,
+        ahead: bool | None = None,
     ) -> None:
         if query_heads % kv_heads or query_heads // kv_heads > 16:
             raise ValueError(f"{query_heads} query heads do not share {kv_heads} kv heads in groups of <= 16")
@@ -254,7 +257,7 @@ class DecodeAttention:
         self.query_heads, self.kv_heads, self.head_dim = query_heads, kv_heads, head_dim
         self.splits = choose_splits(batch_size, kv_heads) if splits is None else splits
         self.stages = (7 if self.splits == 1 else 5) if stages is None else stages
-        self.pdl, self._ahead = pdl, ahead
+        self.pdl, self._ahead = pdl, batch_size > _CROWDED_BATCH if ahead is None else ahead
         self._parts = SplitParts(batch_size * query_heads, head_dim, self.splits, device, pdl)
 
     def full(
