@@ -14,7 +14,7 @@ from antiphon.model.config import GptOssConfig
 
 FUSED_TOKENS = 16
 """A step of up to so many tokens on one GPU takes kernels that do the small work too, and overlap."""
-STREAMED_TOKENS, STREAMED_TOKENS_PER_EXPERT = 512, 8
+STREAMED_TOKENS, STREAMED_TOKENS_PER_EXPERT = 256, 8
 """Up to here a chunk multiplies by experts as a decode step does: see ``kernels.moe.regime``."""
 PAGE_TOKENS = 64
 PLANNED_PAGES = 48

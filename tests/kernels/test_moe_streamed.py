@@ -159,5 +159,5 @@ def test_long_steps_leave_the_4_bit_road() -> None:
     assert streams_4_bit(1, 32)
     assert streams_4_bit(256, 32)
     assert not streams_4_bit(257, 32)
-    assert streams_4_bit(512, 128)
-    assert not streams_4_bit(513, 128)
+    assert streams_4_bit(256, 128)
+    assert not streams_4_bit(257, 128)
