@@ -28,7 +28,7 @@ import torch
 from antiphon.benchmarks.kv_sender import Sender
 from antiphon.benchmarks.kv_sides import MIB, Plan, Way, raw_bytes, receive
 from antiphon.benchmarks.records import Record, append_records, checkout_commit, now
-from antiphon.kernels.ipc.run_copy import BLOCKS
+from antiphon.kernels.ipc.run_copy import READY_BLOCKS, WAITING_BLOCKS
 from antiphon.model.config import preset
 
 DESCRIPTOR_BYTES = 4 * MIB
@@ -88,7 +88,7 @@ def measure(plan: Plan, compute_ms: dict[int, float]) -> list[Record]:
         if plan.way == "staged":
             extra |= {"staging_slots": plan.slots, "slot_mib": plan.slot_mib}
         if plan.way == "mapped":
-            extra["blocks"] = plan.blocks
+            extra["blocks"] = plan.blocks or f"{WAITING_BLOCKS}, of computed pages {READY_BLOCKS}"
         if tokens in compute_ms:
             behind = [sender.hand_off(tokens, compute_ms[tokens] / 1e3) for _ in range(plan.repeats)]
             tail = statistics.median(outcome.tail_ms for outcome in behind)
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--way", choices=get_args(Way), help="default: mapped on GPUs, staged on the CPU")
     parser.add_argument("--slots", type=int, default=4, help="of --way staged")
     parser.add_argument("--slot-mib", type=int, default=64, help="of --way staged")
-    parser.add_argument("--blocks", default=str(BLOCKS), help="of --way mapped; several are compared")
+    parser.add_argument("--blocks", default="", help="of --way mapped, such as 8,32 to compare")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compute-ms", default="", help="tokens:milliseconds of a prefill, comma-separated")
     parser.add_argument("--out", type=Path)
@@ -146,7 +146,7 @@ def main() -> None:
     if not 1 <= layer_groups <= fewest:
         parser.error(f"--layer-groups {layer_groups}: {options.model} has layers for 1 to {fewest}")
     pairs = [pair.split(":") for pair in options.compute_ms.split(",") if pair]
-    for blocks in options.blocks.split(",") if way == "mapped" else ("0",):
+    for blocks in options.blocks.split(",") if way == "mapped" else ("",):
         plan = Plan(
             options.model,
             options.device,
@@ -156,7 +156,7 @@ def main() -> None:
             way,
             options.slots,
             options.slot_mib,
-            int(blocks),
+            int(blocks) if blocks else None,
             options.repeats,
         )
         records = measure(plan, {int(tokens): float(value) for tokens, value in pairs})

@@ -53,8 +53,8 @@ class Plan:
     slots: int
     """Of ``staged`` alone."""
     slot_mib: int
-    blocks: int
-    """Of a copy of ``mapped``."""
+    blocks: int | None
+    """Of a copy of ``mapped``; None: as workers have them."""
     repeats: int
 
     @property
@@ -66,7 +66,7 @@ class Plan:
     def way_name(self) -> str:
         """The way, with what it depends on."""
         if self.way == "mapped":
-            return f"mapped, {self.blocks} blocks"
+            return "mapped" if self.blocks is None else f"mapped, {self.blocks} blocks"
         return f"slots of {self.slot_mib} MiB" if self.way == "staged" else "pages by NIXL"
 
     @property

@@ -10,7 +10,7 @@ import torch
 
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.kernels.ipc.memory import CudaIpcMemory, IpcMemoryError
-from antiphon.kernels.ipc.run_copy import BLOCKS, RunCopier, RunningCopy, SpanCopy, serves
+from antiphon.kernels.ipc.run_copy import RunCopier, RunningCopy, SpanCopy, serves
 from antiphon.protocol.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -20,13 +20,13 @@ class KvMapping:
     """Implements ``kv_transfer.peer_memory.PeerMemory`` on an H200; for one thread at a time.
 
     Args:
-        blocks: of each copy's launch.
+        blocks: of each copy's launch, see ``RunCopier``.
 
     Raises:
         KernelLibraryError: the copies' library was not built.
     """
 
-    def __init__(self, device: torch.device, blocks: int = BLOCKS) -> None:
+    def __init__(self, device: torch.device, blocks: int | None = None) -> None:
         self._memory = CudaIpcMemory(device)
         self._copier = RunCopier(device, blocks)
 

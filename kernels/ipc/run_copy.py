@@ -12,15 +12,20 @@ from numpy.typing import NDArray
 
 from antiphon.kernels.ipc.library import quick_library
 
-BLOCKS = 32
+WAITING_BLOCKS = 32
 """Of 512 threads, which together keep 2 MiB on their way: a quarter of an H200's SMs, for 0.2 ms."""
+READY_BLOCKS = 64
+"""Of a copy that waits for nothing: somebody waits for it, and a copy of 8k is 10 % faster with them."""
 _NOT_READY = 600
 _BAD_RUN = -1
 _SIDES = {1: "source", 2: "destination"}
 
 
 class SpanCopy(Protocol):
-    """Runs of bytes from one span of memory to another, both mapped by the device that copies."""
+    """Runs of bytes from one span of memory to another, both mapped by the device that copies.
+
+    Its arrays are the same ones each time they are asked for.
+    """
 
     @property
     def entries(self) -> NDArray[np.int64]:
@@ -87,16 +92,16 @@ class RunCopier:
 
     Args:
         device: which does the copies.
-        blocks: of each launch.
+        blocks: of each launch; None: WAITING_BLOCKS, and READY_BLOCKS of what waits for no event.
 
     Raises:
         KernelLibraryError: the library was not built.
     """
 
-    def __init__(self, device: torch.device, blocks: int = BLOCKS) -> None:
+    def __init__(self, device: torch.device, blocks: int | None = None) -> None:
         self._library = quick_library()
         self._device = torch.cuda.current_device() if device.index is None else device.index
-        self._blocks = blocks
+        self._waiting_blocks, self._ready_blocks = blocks or WAITING_BLOCKS, blocks or READY_BLOCKS
         self._ready_stream, self._waiting_stream = self._make("stream"), self._make("stream")
         self._events: list[int] = []
         """Events that nothing waits for."""
@@ -118,9 +123,11 @@ class RunCopier:
         """
         table = np.array([_numbers(part) for part in parts], dtype=np.int64)
         event = self._events.pop() if self._events else self._make("event")
-        stream = self._ready_stream if after is None else self._waiting_stream
+        ready = after is None
+        stream = self._ready_stream if ready else self._waiting_stream
+        blocks = self._ready_blocks if ready else self._waiting_blocks
         status = self._library.antiphon_copy_pages(
-            *(self._device, table.ctypes.data, len(table), self._blocks, stream, after, event),
+            *(self._device, table.ctypes.data, len(table), blocks, stream, after, event),
             self._bad_run.ctypes.data,
         )
         if status == _BAD_RUN:

@@ -88,6 +88,13 @@ def test_what_waits_has_a_stream_of_its_own(library: Library) -> None:
     assert library.began == [(3, parts, 5, 1, None, 3), (3, parts, 5, 2, 77, 4)]
 
 
+def test_what_waits_for_nothing_takes_more_of_the_device(library: Library) -> None:
+    copier = RunCopier(torch.device("cuda", 0))
+    copier.copy(PARTS, after=77)
+    copier.copy(PARTS)
+    assert [began[2] for began in library.began] == [run_copy.WAITING_BLOCKS, run_copy.READY_BLOCKS]
+
+
 def test_an_event_is_used_again_once_its_copy_was_seen_over(library: Library) -> None:
     copier = RunCopier(torch.device("cuda", 0))
     first, second = copier.copy(PARTS), copier.copy(PARTS)
