@@ -185,7 +185,7 @@ class KvEndpoint:
                 self._sender.severed(peer)
             if granted is not None and self._receiver is not None:
                 self._receiver.let_stage(kv, granted)
-            mapped = all(transport.maps(name) for name in kv.agent_names)
+            mapped = all(transport.maps(rank.agent_name, tuple(rank.spans.values())) for rank in pages)
             (self._mapped.add if mapped else self._mapped.discard)(peer)
             return mapped
 

@@ -275,7 +275,7 @@ class InProcessTransport:
         self._peers.add(peer)
         return peer
 
-    def maps(self, peer: str) -> bool:
+    def maps(self, peer: str, memory: Sequence[Memory] = ()) -> bool:
         """See Transport."""
         return False
 

@@ -139,10 +139,10 @@ class MappedTransport:
             _log.info("KV goes through the network's transport to %s: %s", peer, obstacle)
         return peer
 
-    def maps(self, peer: str) -> bool:
+    def maps(self, peer: str, memory: Sequence[Memory] = ()) -> bool:
         """See Transport."""
         mapped = self._mapped.get(peer)
-        return mapped is not None and mapped.connected
+        return mapped is not None and mapped.connected and all(mapped.holds(span) for span in memory)
 
     def disconnect(self, peer: str) -> None:
         """See Transport; its memory is unmapped as soon as no copy into it is under way."""

@@ -144,9 +144,9 @@ class MeasuredTransport:
         """See Transport."""
         return self._inner.connect(metadata, expected)
 
-    def maps(self, peer: str) -> bool:
+    def maps(self, peer: str, memory: Sequence[Memory] = ()) -> bool:
         """See Transport."""
-        return self._inner.maps(peer)
+        return self._inner.maps(peer, memory)
 
     def disconnect(self, peer: str) -> None:
         """See Transport."""

@@ -99,7 +99,7 @@ class NixlTransport:
         self._named[metadata] = peer
         return peer
 
-    def maps(self, peer: str) -> bool:
+    def maps(self, peer: str, memory: Sequence[Memory] = ()) -> bool:
         """See Transport; what UCX maps of a peer is its own affair."""
         return False
 

@@ -217,6 +217,10 @@ class MappedPeer:
             parts.append(PlacedCopies.of(part, address))
         return parts
 
+    def holds(self, span: Memory) -> bool:
+        """Whether a span of the peer's is mapped."""
+        return self._find(span) is not None
+
     def _find(self, span: Memory) -> int | None:
         for mapped in self._spans:
             offset = span.address - mapped.offer.address

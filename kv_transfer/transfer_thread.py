@@ -273,6 +273,8 @@ class TransferThread:
             command.run(self._transport)
         except BaseException as error:
             self._failure = error  # of which the thread dies, as if it had run there
+            if not isinstance(error, Exception):  # meant for the caller's thread as well
+                raise
         finally:
             self._at_work.release()
         self._wake.set()

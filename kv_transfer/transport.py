@@ -140,8 +140,8 @@ class Transport(Protocol):
                 is as it was. Empty: of anybody.
         """
 
-    def maps(self, peer: str) -> bool:
-        """Whether this process's own GPU writes to that peer, straight into its memory."""
+    def maps(self, peer: str, memory: Sequence[Memory] = ()) -> bool:
+        """Whether this process's own GPU writes straight into that peer's memory, and into all of this."""
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer; its unfinished writes fail."""

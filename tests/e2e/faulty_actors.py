@@ -46,8 +46,8 @@ class FaultyTransport:
     def connect(self, metadata: bytes, expected: str = "") -> str:
         return self._inner.connect(metadata, expected)
 
-    def maps(self, peer: str) -> bool:
-        return self._inner.maps(peer)
+    def maps(self, peer: str, memory: Sequence[Memory] = ()) -> bool:
+        return self._inner.maps(peer, memory)
 
     def disconnect(self, peer: str) -> None:
         self._inner.disconnect(peer)

@@ -39,6 +39,15 @@ def test_a_write_is_a_copy_and_its_word_follows_once_it_is_over(pair: Pair) -> N
     pair.check_written()
 
 
+def test_memory_that_was_not_offered_is_not_mapped(pair: Pair) -> None:
+    pair.writer.connect(pair.receiver.metadata())
+    (offered,) = pair.theirs
+    beyond = Memory(offered.address, offered.length_bytes + 16, "VRAM")
+    other = inside(Allocation(pair.host, 4096).memory)
+    for memory, mapped in ([offered], True), ([offered, beyond], False), ([other], False):
+        assert pair.writer.maps("d/1", memory) == mapped
+
+
 def test_a_write_without_a_word_says_nothing(pair: Pair) -> None:
     pair.writer.connect(pair.receiver.metadata())
     write = pair.post(b"")

@@ -260,3 +260,14 @@ def set_event() -> threading.Event:
     event = threading.Event()
     event.set()
     return event
+
+
+def test_a_peer_whose_pages_lie_beyond_what_it_offers_is_not_written_by_the_gpu(ends: Ends) -> None:
+    endpoint, life = ends.source.endpoint, ends.target.life
+    regions = tuple(
+        msgspec.structs.replace(each, address=each.address + 2**30) if each.group == "full" else each
+        for each in ends.target.memory.regions
+    )
+    elsewhere = msgspec.structs.replace(ends.target.memory, regions=regions)
+    assert not endpoint.connect(life, 1, [elsewhere]).result(60)
+    assert endpoint.connect(life, 1, [ends.target.memory]).result(60)
