@@ -195,13 +195,13 @@ def print_comparison(runs: Sequence[LoadRun], mixes: Sequence[Mix], limits: Limi
 def cells(row: Row) -> tuple[str, ...]:
     """A row's texts."""
     if row.best is None:
-        return (f"{row.itl_ms:g} ms", row.label, "0", "–", "–", "–")
+        return (f"{row.itl_ms:g} ms", row.label, row.goodput, "–", "–", "–")
     run = row.best.run
     ratio = "–" if row.against_split is None else f"{row.against_split:.2f}x"
     return (
         f"{row.itl_ms:g} ms",
         row.label,
-        f"{row.best.good_per_s:.2f}",
+        row.goodput,
         _pair(run.ttft_p50_p99_ms),
         _pair(run.itl_p50_p99_ms),
         ratio,

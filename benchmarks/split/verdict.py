@@ -10,6 +10,18 @@ from antiphon.benchmarks.split.observed import Best, LoadRun, best_within
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """A load that was not served well enough."""
+
+    rate_per_s: float
+    share: float
+    """Of requests that kept both limits."""
+
+    def __str__(self) -> str:
+        return f"of {self.rate_per_s:g}/s, the least that was tried, {self.share:.0%} kept both limits"
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One arrangement under one limit."""
 
@@ -18,8 +30,17 @@ class Row:
     peer: bool
     best: Best | None
     """None when no load was served well enough."""
+    least: Tried | None
+    """The least load that was put on it, where none was served well enough: less may be."""
     against_split: float | None
-    """Its goodput over the split's; None for the split itself, or where the split serves nothing."""
+    """Its goodput over the split's; None for the split itself, or where either has none."""
+
+    @property
+    def goodput(self) -> str:
+        """Good requests a second, or from which load on there are too few."""
+        if self.best is not None:
+            return f"{self.best.good_per_s:.2f}"
+        return "–" if self.least is None else f"< {self.least.rate_per_s:g} ({self.least.share:.0%})"
 
     @property
     def label(self) -> str:
@@ -45,11 +66,20 @@ def comparison(
         split = bests.get(SPLIT)
         for name, best in bests.items():
             ratio = None
-            if name != SPLIT and split is not None:
-                ratio = (0.0 if best is None else best.good_per_s) / split.good_per_s
-            peer = any(run.peer for run in runs if run.arrangement == name)
-            rows.append(Row(limit, name, peer, best, ratio))
+            if name != SPLIT and split is not None and best is not None:
+                ratio = best.good_per_s / split.good_per_s
+            mine = [run for run in runs if run.arrangement == name]
+            least = _least(mine, ttft_ms, limit) if best is None else None
+            rows.append(Row(limit, name, any(run.peer for run in mine), best, least, ratio))
     return rows
+
+
+def _least(runs: Sequence[LoadRun], ttft_ms: float, itl_ms: float) -> Tried | None:
+    """The least load, by the chunk that served it best."""
+    if not runs:
+        return None
+    rate = min(run.rate_per_s for run in runs)
+    return Tried(rate, max(run.share(ttft_ms, itl_ms) for run in runs if run.rate_per_s == rate))
 
 
 def curve(
@@ -72,14 +102,29 @@ def sentence(mix: str, rows: Sequence[Row]) -> str:
         if SPLIT not in arrangements or COLOCATED not in arrangements:
             continue
         split, both = arrangements[SPLIT].best, arrangements[COLOCATED].best
-        if split is None and both is None:
-            parts.append(f"at {limit:g} ms neither serves any load")
-        elif split is None:
-            parts.append(f"at {limit:g} ms **the split loses**: it serves no load, colocated engines do")
-        elif both is None:
-            parts.append(f"at {limit:g} ms only the split serves")
+        if split is None or both is None:
+            parts.append(f"at {limit:g} ms {_unserved(arrangements[SPLIT], arrangements[COLOCATED])}")
         else:
             ratio = split.good_per_s / both.good_per_s
             loses = "**the split loses**, serving" if ratio < 1 else "the split serves"
             parts.append(f"at {limit:g} ms {loses} {ratio:.2f} times what colocated engines do")
     return f"{mix}: {'; '.join(parts)}." if parts else f"{mix}: not compared yet."
+
+
+def _unserved(split: Row, both: Row) -> str:
+    """In words, where one of the two serves no load that was tried: whether that decides."""
+    if split.best is None and both.best is None:
+        return "neither serves a load that was tried"
+    loser, winner = (split, both) if split.best is None else (both, split)
+    if winner.best is None or loser.least is None:
+        return "one of the two was not tried"
+    good = winner.best.good_per_s
+    if loser.least.rate_per_s <= good:
+        loses = "**the split loses**, serving" if loser is split else "colocated engines lose, serving"
+        return f"{loses} less than {loser.least.rate_per_s / good:.2f} times what the other does"
+    name, other = (
+        ("the split", "colocated engines serve")
+        if loser is split
+        else ("colocated engines", "the split serves")
+    )
+    return f"{name} may serve less than was tried ({loser.least}); {other} {good:.2f}/s"

@@ -194,6 +194,27 @@ def test_each_limit_takes_the_best_chunk_and_the_loser_is_named() -> None:
     assert curve(runs, "colocated", 1000.0, [10, 20, 100], 0.9) == [(10, 0.0), (20, 1.0), (100, 6.0)]
 
 
+def test_a_load_that_is_too_high_decides_nothing_about_less() -> None:
+    slow: dict[str, Any] = {"arrangement": "colocated", "chunk_tokens": 256}
+    small = run(1.0, arrangement="colocated", chunk_tokens=256)
+    tried = [run(2.0, 0.8), run(4.0, 0.5), small]
+    rows = comparison(tried, 1000.0, (20.0,), 0.9)
+    assert [row.goodput for row in rows] == ["< 2 (80%)", "1.00"]
+    assert rows[1].against_split is None
+    said = sentence("chat", rows)
+    assert (
+        "at 20 ms the split may serve less than was tried (of 2/s, the least that was tried, 80% kept" in said
+    )
+    assert "colocated engines serve 1.00/s" in said
+    assert "loses" not in said
+    said = sentence("chat", comparison([run(0.5, 0.8), small], 1000.0, (20.0,), 0.9))
+    assert "**the split loses**, serving less than 0.50 times what the other does" in said
+    said = sentence("chat", comparison([run(2.0), run(1.0, 0.5, **slow)], 1000.0, (20.0,), 0.9))
+    assert "colocated engines lose, serving less than 0.50 times" in said
+    said = sentence("chat", comparison([run(2.0, 0.5), run(1.0, 0.5, **slow)], 1000.0, (20.0,), 0.9))
+    assert "neither serves a load that was tried" in said
+
+
 def test_runs_survive_a_file_and_a_repetition_replaces(tmp_path: Path) -> None:
     path = tmp_path / "split.json"
     append_run(path, run(1.0))
