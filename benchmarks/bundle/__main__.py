@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         size = sum(item.size_bytes for item in items) / 2**20
         print(f"{options.out}/part-{part}: {len(items)} files, {size:.1f} MiB")
     print(f"{options.out}: {', '.join(scripts_of(options.kind))} at {manifest.commit[:12]}")
+    if manifest.peer_tree is not None:
+        print(f"to be there as well: {manifest.peer_tree.path}, or what PEER_TREE= names when setup.sh runs")
     return 0
 
 

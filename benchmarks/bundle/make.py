@@ -126,6 +126,10 @@ def _item(what: str, name: str, version: str, file: Path, left_out: tuple[str, .
 def _tree(path: Path) -> PeerTree:
     if not path.exists():
         raise BundleError(f"{path}: no such tree of a peer")
+    if path.is_dir() and not (path / "site").is_dir():
+        raise BundleError(
+            f"{path}: holds no site/, so it is no tree of a peer; an archive of one is named itself"
+        )
     whole = path.resolve()
     shown = whole.relative_to(ROOT) if whole.is_relative_to(ROOT) else whole
     return PeerTree(str(shown), "" if path.is_dir() else sha256_of(path))

@@ -220,6 +220,8 @@ def test_what_cannot_be_packed_is_named(
         source.make(tmp_path / "bundle")
     with pytest.raises(BundleError, match="nowhere: no such tree of a peer"):
         source.make(tmp_path / "bundle", kind="peer", peer_tree=tmp_path / "nowhere")
+    with pytest.raises(BundleError, match="folder: holds no site/, so it is no tree of a peer"):
+        source.make(tmp_path / "bundle", kind="peer", peer_tree=tmp_path / "folder")
 
 
 def test_only_what_is_not_there_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
