@@ -40,12 +40,14 @@ def prefill_point(
     chunk_graphs: bool = True,
     choices: str = "",
     enough_s: float = math.inf,
+    colocated: bool = False,
 ) -> Record:
     """Median time from a prompt of ``tokens`` to its first token; the first prompt warms up.
 
     Args:
         repeats: prompts that are timed; fewer, but one at least, once all of them took ``enough_s``.
         chunk_graphs: chunks are replayed where the bench captures any, and not issued launch by launch.
+        colocated: one request does both parts, so that the chunk's own last row chooses the first token.
         choices: how the model multiplies where that is not the default, in words for the record.
     """
     chunk = min(chunk, -(-tokens // PAGE) * PAGE)
@@ -64,9 +66,15 @@ def prefill_point(
             break
         prompt = bench.prompt(tokens, number)
         begin = time.perf_counter()
-        first_token(loop, number, prompt)
+        if colocated:
+            params = sampling(1, number)
+            loop.submit(EngineRequest(f"c{number}", 1, RequestKind.COLOCATED, prompt, sampling=params))
+            _step_until(loop, TokensSampled)
+        else:
+            first_token(loop, number, prompt)
         times.append((time.perf_counter() - begin) * 1e3)
-        loop.release(f"p{number}", 1)
+        if not colocated:
+            loop.release(f"p{number}", 1)
         while loop.has_work():
             loop.step()
     form: Form = "fp8" if bench.resident_fp8 else "mxfp4"
@@ -74,6 +82,8 @@ def prefill_point(
     extra: dict[str, object] = {"resident_weights": resident, "chunk_tokens": chunk}
     extra |= {"repeats": len(times) - 1, "road": loop.executor.road}
     extra["graphed_chunk_tokens"] = max(settings.chunk_graph_tokens, default=0)
+    if colocated:
+        choices = ", ".join(filter(None, (choices, "first token by the chunk itself")))
     if choices:
         extra["choices"] = choices
     floor = prefill_floor_ms(bench.model.config, tokens, form)
@@ -136,6 +146,7 @@ def run(bench: Bench, options: argparse.Namespace) -> list[Record]:
         record = prefill_point(
             *(bench, tokens, options.chunk, options.repeats),
             chunk_graphs=not options.launched,
+            colocated=options.colocated,
             choices=in_words(_choices(options), chunk_graphs=not options.launched),
         )
         records.append(record)
@@ -161,6 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefill", default="", help="prompt lengths, such as 1024,8192,32768")
     parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens per step")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--colocated", action="store_true", help="prompts whose own chunk gives the token")
     parser.add_argument("--launched", action="store_true", help="issue chunks launch by launch")
     parser.add_argument("--resident-fp8", action="store_true", help="hold FP8 experts for long chunks too")
     parser.add_argument("--fp8-projections", action="store_true", help="the attention's, of long chunks")

@@ -91,7 +91,7 @@ def serve(role: Role, config: DeploymentConfig, model: str, pipe: Connection) ->
         shape,
         layer_groups=config.transfer.layer_groups,
         decode_graphs=fast and samples,
-        chunk_graphs=not samples,
+        chunk_graphs=role is Role.PREFILL or config.decode.local_prefill != "never",
     )
     kind = PrefillWorker if role is Role.PREFILL else DecodeWorker
     worker = kind(

@@ -20,6 +20,7 @@ from antiphon.benchmarks.floors import (
     prefill_floor_ms,
 )
 from antiphon.engine.loop import EngineLoop
+from antiphon.engine.requests import EngineRequest, RequestKind
 from antiphon.kernels import reference
 from antiphon.model.config import GptOssConfig, preset
 
@@ -136,6 +137,26 @@ def test_batches_of_one_engine_follow_one_another(monkeypatch: pytest.MonkeyPatc
     assert all(record.context == 70 and record.value > 0 for record in records)
     with pytest.raises(engine_model.BenchmarkError, match="of 5 sequences run"):
         steps.point(5, 1.0)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_colocated_prompt_takes_its_first_token_from_its_own_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = engine_model.make_bench("tiny", torch.device("cpu"))
+    kinds: list[RequestKind] = []
+    submit = EngineLoop.submit
+
+    def seen(loop: EngineLoop, request: EngineRequest) -> None:
+        kinds.append(request.kind)
+        submit(loop, request)
+
+    monkeypatch.setattr(EngineLoop, "submit", seen)
+    record = benchmark.prefill_point(bench, 200, 128, 1, colocated=True)
+    assert kinds == [RequestKind.COLOCATED] * 2
+    assert record.choices == "first token by the chunk itself"
+    assert not record.is_default, "it is not what the two halves of a deployment take"
+    kinds.clear()
+    assert benchmark.prefill_point(bench, 200, 128, 1).is_default
+    assert kinds == [RequestKind.PREFILL_ONLY, RequestKind.REMOTE_KV] * 2
 
 
 @pytest.mark.usefixtures("small")
