@@ -71,6 +71,8 @@ _MOVES = {
 class _Receive:
     state: ReceiveState
     writes: CompletionSet | None = None
+    announcement: int = 0
+    """Of the writer, that was granted."""
     granted_at: float = 0.0
     stopping_since: float = 0.0
     cancelled_at: float | None = None
@@ -170,30 +172,33 @@ class KvReceiver:
             return
         receive = self._receives.get(key)
         lease = self._leases.get(*key)
-        now = self._clock()
+        now, answer = self._clock(), (*key, self._epoch, message.announcement)
         if lease is not None and lease.writer == writer and not lease.cancelled and receive is not None:
-            if receive.writes is not None and receive.writes.expected != frozenset(message.writes):
-                # It began the attempt anew, with another part of it cached: this set would never be full.
+            changed = receive.writes is not None and receive.writes.expected != frozenset(message.writes)
+            if changed or receive.announcement != message.announcement:
+                # It began the attempt anew, maybe with another part of it cached: this set may never be full,
+                # or be full of what was written before, while the same pages are written again.
                 self._counters["announcements_changed"] += 1
-                self._send(peer, RefuseWrites(*key, self._epoch, "other writes were announced before"))
+                self._send(peer, RefuseWrites(*answer, "other writes were announced before"))
                 self._stop_writer(key, receive)
                 return
             if receive.writes is not None:
                 receive.writes.renew(now)
-            self._send(peer, GrantWrites(*key, self._epoch))
+            self._send(peer, GrantWrites(*answer))
         elif receive is None or receive.state is not ReceiveState.RESERVED:
             reason = "the reservation is gone" if receive is None else f"the reservation is {receive.state}"
             self._counters["grants_refused"] += 1
-            self._send(peer, RefuseWrites(*key, self._epoch, reason))
+            self._send(peer, RefuseWrites(*answer, reason))
         elif not message.writes:
-            self._send(peer, RefuseWrites(*key, self._epoch, "no writes were announced"))
+            self._send(peer, RefuseWrites(*answer, "no writes were announced"))
         else:
             self._leases.grant(*key, writer)
             self._writer_peers[writer] = peer
             receive.writes, receive.granted_at = CompletionSet(message.writes, self._timeout_s, now), now
+            receive.announcement = message.announcement
             receive.move(ReceiveState.RECEIVING)
             self._expect(+1)
-            self._send(peer, GrantWrites(*key, self._epoch))
+            self._send(peer, GrantWrites(*answer))
 
     def on_write_done(self, writer: Writer, message: WriteDone) -> None:
         """A write's notification arrived over the transport."""

@@ -62,7 +62,8 @@ class Correspondence:
         """Ask for permission to write, or say that the job is still at work."""
         decode_epoch = job.request.ticket.decode_epoch
         me, writes = self._node.me.worker_id, sorted(job.keys)
-        self._node.send(job.decode, AnnounceWrites(*job.key, me, self._epoch, decode_epoch, writes))
+        message = AnnounceWrites(*job.key, me, self._epoch, decode_epoch, job.announcement, writes)
+        self._node.send(job.decode, message)
 
     def missing(self, peer: Peer, message: MissingWrites, job: PrefillJob | None) -> None:
         """Repeat what is done; for the rest, say that it is still coming, or that it never will."""

@@ -5,6 +5,7 @@ Everything runs on the link thread.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -79,6 +80,7 @@ class PrefillDispatch:
         self._page_size = engine.settings.page_size_tokens
         self._jobs: dict[tuple[str, int], PrefillJob] = {}
         self._by_engine_id: dict[str, PrefillJob] = {}
+        self._announcements = itertools.count(1)
         patience_s = settings.completion_timeout_s
         self._correspondence = Correspondence(node, endpoint, ranks, counters, patience_s)
 
@@ -130,7 +132,7 @@ class PrefillDispatch:
             reason = f"no handshake with {ticket.decode_worker_id} (epoch {ticket.decode_epoch})"
             self._node.send(router, PrefillFailed(*key, "handshake", reason))
             return
-        job = PrefillJob(message, router, found)
+        job = PrefillJob(message, router, found, next(self._announcements))
         request = EngineRequest(
             job.engine_id,
             message.attempt,
@@ -163,7 +165,7 @@ class PrefillDispatch:
             self._on_cancel(peer, message, job)
         elif isinstance(message, MissingWrites):
             self._correspondence.missing(peer, message, job)
-        elif job is None:
+        elif job is None or message.announcement != job.announcement:
             self._counters["stale_messages"] += 1
         elif isinstance(message, RefuseWrites):
             self._fail(job, "reserve", message.reason)

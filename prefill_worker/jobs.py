@@ -61,6 +61,8 @@ class PrefillJob:
     request: PrefillRequest
     router: Peer
     decode: Peer
+    announcement: int
+    """Its number among all jobs of this worker: what answers another one's announcement is not for it."""
     state: JobState = JobState.QUEUED
     keys: frozenset[WriteKey] = frozenset()
     """The announced writes."""

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Version of every message in this package. History:
 
 1: first form.

@@ -124,15 +124,22 @@ class AnnounceWrites(Message, frozen=True):
     prefill_worker_id: str
     prefill_epoch: int
     decode_epoch: int
+    announcement: int
+    """Of this work on the attempt: a number that the worker gives no other in its life."""
     writes: list[WriteKey]
 
 
 class GrantWrites(Message, frozen=True):
-    """Decode -> prefill: you are now the only writer of these pages."""
+    """Decode -> prefill: you are now the only writer of these pages.
+
+    It names the announcement that it answers. One that an earlier work on the same attempt has asked for may
+    come while another waits for its own, and must not let that one write.
+    """
 
     request_id: str
     attempt: int
     decode_epoch: int
+    announcement: int
 
 
 class RefuseWrites(Message, frozen=True):
@@ -141,6 +148,7 @@ class RefuseWrites(Message, frozen=True):
     request_id: str
     attempt: int
     decode_epoch: int
+    announcement: int
     reason: str
 
 

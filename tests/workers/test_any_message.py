@@ -171,10 +171,10 @@ class Scene:
         for name in ("odd", self.name):
             work = name, 1
             found += [
-                AnnounceWrites(*work, *life, decode_epoch, writes),
+                AnnounceWrites(*work, *life, decode_epoch, 1, writes),
                 WritesFailed(*work, EPOCH, decode_epoch, "connection", "broken"),
                 WritesDrained(*work, EPOCH, decode_epoch),
-                GrantWrites(*work, EPOCH),
+                GrantWrites(*work, EPOCH, 1),
                 CancelWrites(*work, EPOCH),
                 MissingWrites(*work, EPOCH, writes),
             ]

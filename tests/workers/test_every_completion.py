@@ -65,8 +65,9 @@ class Receiving:
     def pages_released(self, key: Key) -> None:
         self.outcomes.append("released")
 
-    def announce(self, writes: Sequence[WriteKey] = WRITES) -> None:
-        self.receiver.on_announce(WRITER, AnnounceWrites(*KEY, "prefill-0", 9, EPOCH, list(writes)))
+    def announce(self, writes: Sequence[WriteKey] = WRITES, number: int = 1) -> None:
+        message = AnnounceWrites(*KEY, "prefill-0", 9, EPOCH, number, list(writes))
+        self.receiver.on_announce(WRITER, message)
 
     def done(self, write: WriteKey, **changed: Any) -> None:
         writer = changed.pop("writer", WRITER)
@@ -194,12 +195,28 @@ def test_a_writer_that_announces_other_writes_is_stopped(
     assert one.outcomes[-1] == ("released" if state == "abandoned" else "lost")
 
 
+@pytest.mark.parametrize("state", ["receiving", "stopping", "abandoned"])
+def test_a_writer_that_announces_the_same_writes_anew_is_stopped(state: str, one: Receiving) -> None:
+    """What it wrote before would complete the set while the same pages are written again."""
+    getattr(one, state)()
+    one.announce(number=2)
+    refused = one.sent[-2 if state == "receiving" else -1]
+    assert isinstance(refused, RefuseWrites)
+    assert refused.announcement == 2
+    for write in WRITES:
+        one.done(write)
+    assert "complete" not in one.outcomes
+    one.receiver.on_drained(WRITER, WritesDrained(*KEY, WRITER.epoch, EPOCH))
+    assert one.outcomes[-1] == ("released" if state == "abandoned" else "lost")
+
+
 @pytest.mark.parametrize("state", STATES)
 def test_a_repeated_announcement_is_granted_only_to_the_writer_at_work(state: str, one: Receiving) -> None:
     getattr(one, state)()
     one.sent.clear()
     one.announce()
     granted = [type(message) for message in one.sent] == [GrantWrites]
+    assert [getattr(each, "announcement", 1) for each in one.sent] == [1] * len(one.sent)
     assert granted == (state in ("reserved", "receiving"))
-    one.receiver.on_announce(OTHER, AnnounceWrites(*KEY, "prefill-1", 9, EPOCH, WRITES))
+    one.receiver.on_announce(OTHER, AnnounceWrites(*KEY, "prefill-1", 9, EPOCH, 1, WRITES))
     assert isinstance(one.sent[-1], RefuseWrites), "two writers for the same pages"

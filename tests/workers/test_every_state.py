@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from staged_scenes import PROMPT_TOKENS, Scene, Staging, Start, put_forward, until
 
+from antiphon.prefill_worker.jobs import JobState
 from antiphon.protocol.kv_messages import (
     AnnounceWrites,
     CancelWrites,
@@ -24,6 +25,7 @@ from antiphon.protocol.kv_messages import (
 )
 from antiphon.protocol.link import LinkNode, Peer
 
+ANNOUNCED = JobState.ANNOUNCED
 DEADLINE_S = 1000.0
 """Longer than it takes to come to any of the states."""
 
@@ -191,3 +193,27 @@ def test_repeated_messages_change_no_token(state: str, scene_of: Any, recorded: 
     assert scene.outcome.tokens == scene.outcome.expected()
     scene.router.abort_rest(scene.name)
     scene.pair.wait_idle()
+
+
+@pytest.mark.parametrize("answer", [GrantWrites, RefuseWrites])
+def test_an_answer_to_another_announcement_is_not_for_this_one(answer: type, scene_of: Any) -> None:
+    """Of an earlier work on the same attempt, for pages in which a sequence may run by now."""
+    scene = scene_of("prefill_announced")
+    pair, key = scene.pair, (scene.name, 1)
+    job = pair.prefill._dispatch._jobs[key]
+    reason = () if answer is GrantWrites else ("the reservation is gone",)
+    late = answer(*key, pair.decode_address.epoch, job.announcement + 1, *reason)
+    before = pair.prefill.status().counters.get("stale_messages", 0)
+    pair.decode._thread.call(pair.decode._node.send, pair.prefill._node.me, late)
+    until(
+        lambda: (
+            pair.prefill.status().counters.get("stale_messages", 0) > before or job.state is not ANNOUNCED
+        ),
+        "the answer",
+    )
+    assert job.state is ANNOUNCED
+    scene.let_go()
+    scene.drive()
+    assert scene.outcome.tokens == scene.outcome.expected()
+    scene.router.abort_rest(scene.name)
+    pair.wait_idle()

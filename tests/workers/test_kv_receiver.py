@@ -108,7 +108,7 @@ class ReceiverMachine(RuleBasedStateMachine):
     @rule(data=st.data(), writer=st.sampled_from(WRITERS))
     def announce(self, data: st.DataObject, writer: Peer) -> None:
         attempt = data.draw(st.integers(1, self.next_attempt))
-        message = AnnounceWrites("r", attempt, writer.worker_id, writer.epoch, EPOCH, KEYS)
+        message = AnnounceWrites("r", attempt, writer.worker_id, writer.epoch, EPOCH, 1, KEYS)
         self.receiver.on_announce(writer, message)
 
     @precondition(lambda self: self.may_write)
@@ -218,7 +218,7 @@ TestReceiver.settings = settings(
 def test_an_overdue_set_is_asked_for_twice_then_stopped_then_left_behind() -> None:
     machine = ReceiverMachine()
     machine.reserve()
-    machine.receiver.on_announce(WRITERS[0], AnnounceWrites("r", 1, "prefill-0", 10, EPOCH, KEYS))
+    machine.receiver.on_announce(WRITERS[0], AnnounceWrites("r", 1, "prefill-0", 10, EPOCH, 1, KEYS))
     machine.receiver.on_write_done(Writer("prefill-0", 10), WriteDone("r", 1, 10, EPOCH, KEYS[0]))
     machine.sent.clear()
     kinds = []

@@ -49,7 +49,7 @@ def receiver(clock: Clock) -> KvReceiver:
         sever=lambda writer: None,
     )
     receiver.reserve(("r", 1))
-    receiver.on_announce(WRITER, AnnounceWrites("r", 1, "prefill-0", 9, EPOCH, [WriteKey(0, 0, 0)]))
+    receiver.on_announce(WRITER, AnnounceWrites("r", 1, "prefill-0", 9, EPOCH, 1, [WriteKey(0, 0, 0)]))
     return receiver
 
 

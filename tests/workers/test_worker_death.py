@@ -87,8 +87,8 @@ def test_stale_epochs_are_dropped_and_counted(started: Start) -> None:
         return pair.decode.status().counters.get("stale_messages", 0)
 
     before = stale()
-    node.send(decode, AnnounceWrites(name, 1, prefill.worker_id, prefill.epoch, decode.epoch + 2, [key]))
-    node.send(decode, AnnounceWrites(name, 1, prefill.worker_id, prefill.epoch + 2, decode.epoch, [key]))
+    node.send(decode, AnnounceWrites(name, 1, prefill.worker_id, prefill.epoch, decode.epoch + 2, 1, [key]))
+    node.send(decode, AnnounceWrites(name, 1, prefill.worker_id, prefill.epoch + 2, decode.epoch, 1, [key]))
     node.send(decode, WritesDrained(name, 1, prefill.epoch, decode.epoch + 2))
     wait_until(lambda: stale() == before + 3)
     agent = f"{prefill.worker_id}/{prefill.epoch:x}/0"
@@ -117,7 +117,7 @@ def test_only_one_writer_is_granted(started: Start) -> None:
     receiver._send = lambda peer, message: sent.append((peer.worker_id, type(message).__name__)) or True
     for worker in ("one", "two", "one"):
         peer = type(me)(me.role, worker, 7)
-        announce = AnnounceWrites(name, 1, worker, 7, me.epoch, [WriteKey(0, 0, 0)])
+        announce = AnnounceWrites(name, 1, worker, 7, me.epoch, 1, [WriteKey(0, 0, 0)])
         pair.decode._thread.call(receiver.on_announce, peer, announce)
     assert sent == [("one", "GrantWrites"), ("two", "RefuseWrites"), ("one", "GrantWrites")]
     drained = WritesDrained(name, 1, 7, me.epoch)
