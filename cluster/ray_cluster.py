@@ -14,6 +14,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -74,6 +75,9 @@ Multicast is off: the few rows of a decode step gain nothing by it, and few cont
 
 FOLDER_PREFIX = "antiphon-"
 """Of a private cluster's folder; the supervisor's process id follows."""
+
+REMOVAL_S = 10.0
+"""How long a private cluster's folder is removed again while something still writes there."""
 
 
 class Interrupted(AntiphonError):
@@ -201,7 +205,7 @@ class RayCluster:
         self._groups = {}
         if self._folder is not None:
             _kill_processes_naming(self._folder)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            _remove(self._folder)
             self._folder = None
         for name, value in self._saved_environment.items():
             if value is None:
@@ -340,6 +344,20 @@ def _kill_processes_naming(folder: Path) -> None:
         with contextlib.suppress(OSError):  # it ended meanwhile, or is somebody else's
             if needle in (entry / "cmdline").read_bytes():
                 os.kill(int(entry.name), signal.SIGKILL)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder into which processes that were told to end may still write: again until it is gone."""
+    deadline = time.monotonic() + REMOVAL_S
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            if time.monotonic() > deadline:
+                log.warning(
+                    "a private cluster's folder is left behind: something writes there", folder=str(folder)
+                )
+                return
+            time.sleep(0.05)
 
 
 def _remove_abandoned_folders() -> None:
