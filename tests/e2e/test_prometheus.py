@@ -99,11 +99,11 @@ def numbers(answers: list[Values]) -> list[Values]:
 
 
 def moves(answers: list[Values]) -> bool:
-    """Whether one and the same series had two values."""
-    seen: dict[str, set[float]] = {}
+    """Whether one and the same series had two values, apart from rounding."""
+    seen: dict[str, set[str]] = {}
     for values in answers:
         for series, value in values.items():
-            seen.setdefault(series, set()).add(value)
+            seen.setdefault(series, set()).add(f"{value:.9g}")
     return any(len(of_one) > 1 for of_one in seen.values())
 
 
