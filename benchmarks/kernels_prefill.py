@@ -16,10 +16,11 @@ from torch import Tensor
 
 from antiphon.benchmarks.records import Layout, Record, append_records, checkout_commit, now
 from antiphon.benchmarks.timing import graph_time_us, relative_error
-from antiphon.kernels import reference
+from antiphon.kernels import reference, router
 from antiphon.kernels.attention.prefill import prefill_attention
 from antiphon.kernels.attention.prefill_hopper import hopper_prefill_attention
 from antiphon.kernels.moe import mixed
+from antiphon.kernels.moe.chunk_route import RouteScratch, route_ranked
 from antiphon.kernels.moe.mixed import MixedWorkspace, RowExponents
 from antiphon.kernels.moe.streamed import DIM, StreamedExperts
 from antiphon.kernels.reference import ExpertMatrix, PagedSequences, dequantize_mxfp4
@@ -184,6 +185,9 @@ def moe_points(model: str, sizes: Sequence[int], layers: int, tiles: Sequence[in
     experts = EXPERTS[model]
     made = [random_layer(experts) for _ in range(layers)]
     workspace = MixedWorkspace(max(sizes), experts, torch.device("cuda"))
+    scratch = RouteScratch(max(sizes), experts, torch.device("cuda"))
+    gate = (torch.randn(experts, DIM, device="cuda") / DIM**0.5).bfloat16()
+    gate_bias = torch.randn(experts, device="cuda").bfloat16()
     rows = []
     for tokens in sizes:
         x = torch.randn(tokens, DIM, device="cuda", dtype=torch.bfloat16)
@@ -213,6 +217,10 @@ def moe_points(model: str, sizes: Sequence[int], layers: int, tiles: Sequence[in
             if size == tile:
                 parts["rank"] = graph_time_us([route], replays=3, rounds=4)
                 parts["quantise"] = graph_time_us([quantise], replays=3, rounds=4)
+                choose = partial(router.route, x, gate, gate_bias, 4)
+                parts["router"] = graph_time_us([choose], replays=3, rounds=4)
+                both = partial(route_ranked, x, gate, gate_bias, workspace, scratch, size)
+                parts["router and rank"] = graph_time_us([both], replays=3, rounds=4)
         tflops = 2 * 4 * tokens * 3 * DIM * DIM / parts[f"experts {tile}"] / 1e6
         extra = {name: round(value, 1) for name, value in parts.items()}
         rows.append(

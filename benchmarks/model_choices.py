@@ -63,6 +63,10 @@ def ways_of(resident: bool) -> tuple[Way, ...]:
     return tuple(ways)
 
 
+ON_TRIAL = (Way("router", False, choices=ChunkChoices(one_launch_router=True)),)
+"""Built and not yet measured: taken only if named, so no part of what ``one_gpu`` measures."""
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """One figure to take."""
@@ -88,7 +92,8 @@ def points(bench: Bench, options: argparse.Namespace) -> list[Point]:
     for context, batch in options.decode:
         take_step = partial(decode_point, bench, batch, context, options.steps)
         found.append(Point(f"decode, batch {batch}, context {context}", take_step))
-    wanted = [way for way in ways_of(bench.resident_fp8) if way.name in options.ways.split(",")]
+    ways = (*ways_of(bench.resident_fp8), *ON_TRIAL)
+    wanted = [way for way in ways if way.name in options.ways.split(",")]
     for way in wanted:
         for tokens in options.prompts:
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from antiphon.kernels import portable_moe
 from antiphon.kernels.dense.norm import rms_norm
 from antiphon.kernels.moe import mixed, prefill
+from antiphon.kernels.moe.chunk_route import RouteScratch, route_ranked
 from antiphon.kernels.moe.decode import MAX_TOKENS, MoeWorkspace, moe_add_rms_norm, route_grouped
 from antiphon.kernels.moe.mixed import MixedWorkspace
 from antiphon.kernels.moe.prefill import Fp8Workspace
@@ -148,6 +149,7 @@ class HopperExpertLayers:
         self._mixed_buffers = Workspaces(
             partial(MixedWorkspace, all_experts=config.num_experts, device=device)
         )
+        self._route_buffers = Workspaces(partial(RouteScratch, experts=config.num_experts, device=device))
 
     def add_layer(self, experts: CheckpointExperts) -> None:
         """Convert the next layer."""
@@ -181,6 +183,8 @@ class HopperExpertLayers:
         """See ``ExpertLayers``."""
         if not streams_4_bit(tokens, self._config.num_experts):
             (self._fp8_buffers if self.resident_fp8 else self._mixed_buffers).reserve(tokens)
+            if self._chunks.one_launch_router:
+                self._route_buffers.reserve(tokens)
 
     def forward(
         self,
@@ -214,13 +218,27 @@ class HopperExpertLayers:
             )
             return x, normed
         normed = rms_norm(x, norm, config.rms_norm_eps) if normed is None else normed
-        # Padding is kept from the experts, whose tiles it would fill.
-        ids, weights = route(normed, gate_weight, gate_bias, config.experts_per_token, live)
         behind = (x, following_norm, config.rms_norm_eps)
         if self.resident_fp8 and experts.fp8 is not None:
-            buffers = self._fp8_buffers.of(x.shape[0])
-            return x, prefill.moe_add_rms_norm_(normed, ids, weights, experts.fp8, buffers, *behind)
+            fp8_buffers = self._fp8_buffers.of(x.shape[0])
+            ids, weights, ranked = self._route(layer, normed, live, fp8_buffers, fp8_buffers.tile)
+            return x, prefill.moe_add_rms_norm_(
+                *(normed, ids, weights, experts.fp8, fp8_buffers, *behind), ranked=ranked
+            )
+        buffers, tile = self._mixed_buffers.of(x.shape[0]), self._chunks.expert_tile
+        tile = mixed.choose_tile(x.shape[0], config.num_experts) if tile is None else tile
+        ids, weights, ranked = self._route(layer, normed, live, buffers, tile)
         return x, mixed.moe_add_rms_norm_(
-            *(normed, ids, weights, experts.streamed, experts.exponents),
-            *(self._mixed_buffers.of(x.shape[0]), *behind, self._chunks.expert_tile),
+            *(normed, ids, weights, experts.streamed, experts.exponents, buffers, *behind, tile),
+            ranked=ranked,
         )
+
+    def _route(
+        self, layer: int, normed: Tensor, live: Tensor, buffers: MixedWorkspace | Fp8Workspace, tile: int
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Ids and weights, and whether the buffers hold their ranks; padding is kept from the experts."""
+        router = self._routers[layer]
+        if not self._chunks.one_launch_router:
+            return *route(normed, *router, self._config.experts_per_token, live), False
+        scratch = self._route_buffers.of(normed.shape[0])
+        return *route_ranked(normed, *router, buffers, scratch, tile, live), True

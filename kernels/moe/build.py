@@ -48,6 +48,9 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     # ids, rank, counts, first_tile, tiles, tile_count, ticket, pairs, first_expert, experts, tile_rows,
     # stream
     "antiphon_moe_fp8_rank": (*(_POINTER,) * 7, *(_NUMBER,) * 4, _POINTER),
+    # x, weight, bias, live, partial, ids, weights, rank, counts, first_tile, tiles, tile_count, group_counts,
+    # tickets, tokens, all_experts, first_expert, experts, tile_rows, stream
+    "antiphon_moe_chunk_route": (*(_POINTER,) * 14, *(_NUMBER,) * 5, _POINTER),
     # x, ids, expert_weights, rank, first_tile, activations, row_weight, slots, tokens, first_expert, experts,
     # tile_rows, stream
     "antiphon_moe_fp8_quantise": (*(_POINTER,) * 8, *(_NUMBER,) * 4, _POINTER),

@@ -188,15 +188,17 @@ def moe_add_rms_norm_(
     norm_weight: Tensor,
     eps: float,
     tile: int | None = None,
+    ranked: bool = False,
 ) -> Tensor:
     """``moe_mixed``, then ``residual += moe`` in place, then the next RMSNorm of it, which is returned.
 
     Args:
         x, residual: [T, 2880] bf16. norm_weight: [2880] bf16. The others as of ``moe_mixed``.
+        ranked: the workspace holds ranks and tiles of these ids already (``chunk_route.route_ranked``).
     """
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, residual)
     tile = choose_tile(x.shape[0], workspace.all_experts) if tile is None else tile
-    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile)
+    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile, ranked)
     return combine_rms_norm_(workspace.rows, workspace.slots, residual, norm_weight, eps)
 
 
@@ -208,9 +210,11 @@ def multiply(
     exponents: RowExponents,
     workspace: MixedWorkspace,
     tile: int,
+    ranked: bool = False,
 ) -> None:
     """Everything but the combine: weighted outputs in workspace.rows, their places in workspace.slots."""
-    route(expert_ids, workspace, tile)
+    if not ranked:
+        route(expert_ids, workspace, tile)
     quantise(x, expert_ids, expert_weights, workspace, tile)
     run_experts(experts, exponents, workspace, tile)
 

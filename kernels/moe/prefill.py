@@ -115,14 +115,16 @@ def moe_add_rms_norm_(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
+    ranked: bool = False,
 ) -> Tensor:
     """``moe_fp8``, then ``residual += moe`` in place, then the next RMSNorm of it, which is returned.
 
     Args:
         x, residual: [T, 2880] bf16. norm_weight: [2880] bf16. The others as of ``moe_fp8``.
+        ranked: the workspace holds ranks and tiles of these ids already (``chunk_route.route_ranked``).
     """
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, residual)
-    multiply(x, expert_ids, expert_weights, experts, workspace)
+    multiply(x, expert_ids, expert_weights, experts, workspace, ranked)
     return combine_rms_norm_(workspace.rows, workspace.slots, residual, norm_weight, eps)
 
 
@@ -132,9 +134,11 @@ def multiply(
     expert_weights: Tensor,
     experts: Fp8Experts,
     workspace: Fp8Workspace,
+    ranked: bool = False,
 ) -> None:
     """Everything but the combine: weighted outputs in workspace.rows, their places in workspace.slots."""
-    route(expert_ids, workspace)
+    if not ranked:
+        route(expert_ids, workspace)
     quantise(x, expert_ids, expert_weights, workspace)
     run_experts(experts, workspace)
 

@@ -23,6 +23,7 @@ from antiphon.kernels.cuda_library import check_launch
 from antiphon.kernels.dense import fp8_projection, norm, rope, skinny
 from antiphon.kernels.ipc.library import library
 from antiphon.kernels.moe import chunk_norm, decode, mixed, prefill
+from antiphon.kernels.moe.chunk_route import RouteScratch, route_ranked
 from antiphon.kernels.moe.fp8_weights import TILE, TILES_K, Fp8Experts, Fp8Matrix
 from antiphon.kernels.moe.streamed import (
     DIM,
@@ -182,6 +183,18 @@ def _route_grouped(machine: Machine) -> None:
             decode.route_grouped(
                 *(machine.random(tokens, DIM), weight, bias, workspace, plan, norm_weight), eps=1e-5
             )
+
+
+@case("chunk_route")
+def _chunk_route(machine: Machine) -> None:
+    """Several groups of tokens, the last one not full, for few experts and many."""
+    scratch, live = RouteScratch(70, EXPERTS, machine.device), machine.put([60], torch.int32)
+    for experts, padding in ((ALL_EXPERTS, live), (40, None)):
+        workspace = mixed.MixedWorkspace(70, experts, machine.device, FIRST_EXPERT, EXPERTS)
+        router_of = machine.random(experts, DIM), machine.random(experts)
+        for tokens in (70, 1):
+            x = machine.random(tokens, DIM)
+            route_ranked(x, *router_of, workspace, scratch, mixed.TILES[0], padding)
 
 
 @case("moe_streamed")

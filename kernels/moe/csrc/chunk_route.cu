@@ -1,0 +1,366 @@
+// The router of a chunk and the ranks of its pairs in one launch: logits, top-4, softmax, each pair's place among the
+// pairs of its expert, and the token tiles.
+//
+// A group of 32 tokens is shared by kSplits blocks, each with its part of the columns; whichever of them is done last
+// adds their parts up and chooses, and the last group to have chosen places the pairs of all. Tickets decide who works,
+// never in which order anything is added or listed, so results are identical from run to run; and since the columns are
+// cut in the same places for every chunk, a token's logits do not depend on how many are computed with it.
+
+#include "fp8_layout.cuh"
+
+namespace antiphon::fp8 {
+namespace {
+
+constexpr int kTopK = 4;
+constexpr int kMaxExperts = 128;
+constexpr int kGroup = 32;          // tokens
+constexpr int kSplits = 4;          // blocks of a group
+constexpr int kDepths = 4;          // warps of a block along the columns, and as many along the experts
+constexpr int kWarps = 4 * kDepths;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kSteps = kDim / 32;   // 32 columns: 16 bytes of a row for each lane of a quad, two products
+constexpr int kSlices = kSplits * kDepths;
+constexpr int kChunks = kDim / 8;   // 16 bytes of a row
+constexpr int kPairs = kGroup * kTopK;
+constexpr int kParts = kThreads / kMaxExperts;  // of the groups, when counts are added up
+constexpr int kBatch = 4;           // loads that are under way before the first is used
+
+struct Chunk {
+  const __nv_bfloat16* x;       // [tokens, kDim]
+  const __nv_bfloat16* weight;  // [all_experts, kDim]
+  const __nv_bfloat16* bias;    // [all_experts]
+  const int* live;              // tokens that are not padding; null: all
+  float* partial;               // [kSplits, tokens, all_experts], scratch
+  long long* ids;               // [tokens, 4]
+  __nv_bfloat16* weights;       // [tokens, 4]
+  int* rank;                    // [tokens * 4] place among the pairs of the same expert, where that is ours
+  int* counts;                  // [experts]
+  int* first_tile;              // [experts]
+  TokenTile* tiles;
+  int* tile_count;
+  int* group_counts;  // [groups, experts], scratch
+  uint32_t* tickets;  // [1 + groups], zero before the launch and after it
+  int tokens, all_experts, first_expert, experts, tile_rows;
+};
+
+struct Choosing {
+  int expert[kPairs];                    // of this rank, -1 when not ours
+  int counts[kPairs / 32][kMaxExperts];  // pairs of each 32
+};
+
+struct Placing {
+  int before[kParts][kMaxExperts];  // pairs of an expert in the groups ahead of a part
+  int count[kMaxExperts], first[kMaxExperts];
+};
+
+// A block is in one of these phases at a time.
+template <int EIGHTS>
+union Scratch {
+  float sums[kDepths / 2][4][2 * EIGHTS * 4][32];
+  Choosing choosing;
+  Placing placing;
+};
+
+// True in every thread of the block that arrives last of `arrivals`; the others' writes are then visible. Resets the
+// ticket.
+__device__ bool arrive_last(uint32_t* ticket, uint32_t arrivals, bool& flag) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    flag = atomicAdd(ticket, 1) == arrivals - 1;
+    if (flag) *ticket = 0;
+    __threadfence();
+  }
+  __syncthreads();
+  return flag;
+}
+
+// What of the group's logits this warp's columns add up to. The columns of 32 are dealt to the fragments in another
+// order than PTX names them, the same for both operands.
+template <int EIGHTS>
+__device__ __forceinline__ void multiply(const Chunk& a, float (&sums)[2][EIGHTS][4]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4;
+  const int slice = blockIdx.x * kDepths + warp / 4, end = kSteps * (slice + 1) / kSlices;
+  const int token = blockIdx.y * kGroup + row, expert = warp % 4 * 8 * EIGHTS + row;
+  const uint4* x[4];
+  const uint4* w[EIGHTS];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)  // beyond the last one repeats it
+    x[i] = reinterpret_cast<const uint4*>(a.x) + static_cast<size_t>(min(token + 8 * i, a.tokens - 1)) * kChunks + lane % 4;
+#pragma unroll
+  for (int n = 0; n < EIGHTS; ++n)
+    w[n] = reinterpret_cast<const uint4*>(a.weight) + min(expert + 8 * n, a.all_experts - 1) * kChunks + lane % 4;
+  for (int step = kSteps * slice / kSlices; step < end; step += 2) {
+    uint4 left[2][4], right[2][EIGHTS];
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const int chunk = min(step + s, end - 1) * 4;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) left[s][i] = x[i][chunk];
+#pragma unroll
+      for (int n = 0; n < EIGHTS; ++n) right[s][n] = w[n][chunk];
+    }
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      if (step + s >= end) break;
+#pragma unroll
+      for (int n = 0; n < EIGHTS; ++n) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          const uint4 upper = left[s][2 * m], lower = left[s][2 * m + 1], other = right[s][n];
+          mma_bf16(sums[m][n], upper.x, lower.x, upper.y, lower.y, other.x, other.y);
+          mma_bf16(sums[m][n], upper.z, lower.z, upper.w, lower.w, other.z, other.w);
+        }
+      }
+    }
+  }
+}
+
+// Adds up the block's four depths, (0 + 2) + (1 + 3), and leaves its part of the logits in memory.
+template <int EIGHTS>
+__device__ __forceinline__ void leave_part(const Chunk& a, float (&sums)[2][EIGHTS][4], Scratch<EIGHTS>& scratch) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, depth = warp / 4, columns = warp % 4;
+#pragma unroll
+  for (int half = kDepths / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int i = 0; i < 2 * EIGHTS * 4; ++i)
+      if (depth >= half && depth < 2 * half)
+        scratch.sums[depth - half][columns][i][lane] = sums[i / 4 / EIGHTS][i / 4 % EIGHTS][i % 4];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 2 * EIGHTS * 4; ++i)
+      if (depth < half) sums[i / 4 / EIGHTS][i / 4 % EIGHTS][i % 4] += scratch.sums[depth][columns][i][lane];
+    __syncthreads();
+  }
+  if (depth > 0) return;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int n = 0; n < EIGHTS; ++n) {
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper) {
+        const int token = blockIdx.y * kGroup + 16 * m + 8 * upper + lane / 4;
+        const int expert = (columns * EIGHTS + n) * 8 + lane % 4 * 2;
+        if (token >= a.tokens || expert >= a.all_experts) continue;
+        const size_t row = static_cast<size_t>(blockIdx.x) * a.tokens + token;
+        *reinterpret_cast<float2*>(a.partial + row * a.all_experts + expert) =
+            make_float2(sums[m][n][2 * upper], sums[m][n][2 * upper + 1]);
+      }
+    }
+  }
+}
+
+// Larger floats have larger keys; NaN has that of nothing. Sums that begin at zero are never -0.
+__device__ __forceinline__ uint32_t choice_key(float value) {
+  if (value != value) return 0;
+  const uint32_t bits = __float_as_uint(value);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float of_choice_key(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
+}
+
+// Top-4 of one token by one warp: highest first, the lowest id among equals; softmax over the four. A row of NaN has
+// expert 0, and NaN for a weight.
+__device__ void choose_experts(const Chunk& a, int token, bool live, int (&expert_of)[kPairs]) {
+  constexpr int kEach = kMaxExperts / 32;
+  const int lane = threadIdx.x % 32;
+  uint32_t keys[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int expert = min(lane + 32 * i, a.all_experts - 1);
+    float parts[kSplits];
+#pragma unroll
+    for (int s = 0; s < kSplits; ++s)
+      parts[s] = __ldcg(a.partial + (static_cast<size_t>(s) * a.tokens + token) * a.all_experts + expert);
+    const float logit = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + __bfloat162float(a.bias[expert]);
+    keys[i] = lane + 32 * i < a.all_experts ? choice_key(logit) : 0;
+  }
+  float values[kTopK];
+  int chosen[kTopK];
+#pragma unroll
+  for (int k = 0; k < kTopK; ++k) {
+    uint32_t best = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) best = max(best, keys[i]);
+    best = __reduce_max_sync(0xFFFFFFFFu, best);
+    int candidate = kMaxExperts;
+#pragma unroll
+    for (int i = kEach - 1; i >= 0; --i) candidate = keys[i] == best ? lane + 32 * i : candidate;
+    const int winner = __reduce_min_sync(0xFFFFFFFFu, candidate);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) keys[i] = lane + 32 * i == winner ? 0 : keys[i];
+    chosen[k] = best == 0 ? 0 : winner;
+    values[k] = best == 0 ? __uint_as_float(k == 0 ? 0x7FC00000u : 0xFF800000u) : of_choice_key(best);
+  }
+  float exponentials[kTopK], total = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kTopK; ++k) {
+    exponentials[k] = expf(values[k] - values[0]);
+    total += exponentials[k];
+  }
+  if (lane > 0) return;
+#pragma unroll
+  for (int k = 0; k < kTopK; ++k) {
+    const int id = live ? chosen[k] : -1, local = id - a.first_expert;
+    a.ids[token * kTopK + k] = id;
+    a.weights[token * kTopK + k] = __float2bfloat16_rn(exponentials[k] / total);
+    expert_of[token % kGroup * kTopK + k] = id >= 0 && local >= 0 && local < a.experts ? local : -1;
+  }
+}
+
+// The group's choices, each pair's place among those of its expert within the group, and how many an expert has.
+__device__ void choose_group(const Chunk& a, Choosing& c) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.y * kGroup;
+  for (int i = threadIdx.x; i < kPairs / 32 * kMaxExperts; i += kThreads) c.counts[i / kMaxExperts][i % kMaxExperts] = 0;
+  if (threadIdx.x < kPairs) c.expert[threadIdx.x] = -1;
+  __syncthreads();
+  const int live = a.live == nullptr ? a.tokens : *a.live;
+#pragma unroll
+  for (int i = 0; i < kGroup / kWarps; ++i) {
+    const int token = first + warp * (kGroup / kWarps) + i;
+    if (token < a.tokens) choose_experts(a, token, token < live, c.expert);
+  }
+  __syncthreads();
+  int expert = -1, place = 0;
+  if (warp < kPairs / 32) {
+    expert = c.expert[threadIdx.x];
+    const uint32_t peers = __match_any_sync(0xFFFFFFFFu, expert);
+    place = __popc(peers & ((1u << lane) - 1));
+    if (expert >= 0 && place == 0) c.counts[warp][expert] = __popc(peers);
+  }
+  __syncthreads();
+  if (expert >= 0) {
+    for (int earlier = 0; earlier < warp; ++earlier) place += c.counts[earlier][expert];
+    a.rank[first * kTopK + threadIdx.x] = place;
+  }
+  if (threadIdx.x < a.experts) {
+    int sum = 0;
+    for (int i = 0; i < kPairs / 32; ++i) sum += c.counts[i][threadIdx.x];
+    a.group_counts[blockIdx.y * a.experts + threadIdx.x] = sum;
+  }
+}
+
+// Tiles of all experts in a row, by one warp; returns how many.
+__device__ int place_tiles(const Chunk& a, Placing& p) {
+  constexpr int kEach = kMaxExperts / 32;
+  const int lane = threadIdx.x % 32;
+  int tiles[kEach], sum = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int expert = lane * kEach + i;
+    tiles[i] = sum;
+    sum += expert < a.experts ? (p.count[expert] + a.tile_rows - 1) / a.tile_rows : 0;
+  }
+  int end = sum;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int earlier = __shfl_up_sync(0xFFFFFFFFu, end, step);
+    if (lane >= step) end += earlier;
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) p.first[lane * kEach + i] = end - sum + tiles[i];
+  return __shfl_sync(0xFFFFFFFFu, end, 31);
+}
+
+// From places within groups to places in the chunk, and the tiles.
+__device__ void place_all(const Chunk& a, Placing& p) {
+  const int groups = gridDim.y, each = (groups + kParts - 1) / kParts;
+  const int expert = threadIdx.x % kMaxExperts, part = threadIdx.x / kMaxExperts;
+  int sum = 0;
+  if (expert < a.experts) {
+    const int end = min(groups, (part + 1) * each);
+    for (int group = part * each; group < end; group += kBatch) {
+      int here[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) here[i] = __ldcg(a.group_counts + min(group + i, end - 1) * a.experts + expert);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (group + i >= end) break;
+        a.group_counts[(group + i) * a.experts + expert] = sum;
+        sum += here[i];
+      }
+    }
+  }
+  p.before[part][expert] = sum;
+  __syncthreads();
+  if (threadIdx.x < kMaxExperts) {
+    int all = 0;
+    for (int i = 0; i < kParts; ++i) {
+      const int here = p.before[i][expert];
+      p.before[i][expert] = all;
+      all += here;
+    }
+    p.count[expert] = all;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const int tiles = place_tiles(a, p);
+    if (threadIdx.x == 0) *a.tile_count = tiles;
+  }
+  __syncthreads();
+  for (int begin = threadIdx.x; begin < a.tokens * kTopK; begin += kBatch * kThreads) {
+    long long local[kBatch];
+    int rank[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int pair = min(begin + i * kThreads, a.tokens * kTopK - 1);
+      local[i] = __ldcg(a.ids + pair) - a.first_expert;
+      if (begin + i * kThreads != pair || local[i] >= a.experts) local[i] = -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int pair = begin + i * kThreads, group = pair / kPairs;
+      if (local[i] < 0) continue;
+      rank[i] = __ldcg(a.rank + pair) + __ldcg(a.group_counts + group * a.experts + local[i]);
+      rank[i] += p.before[group / each][local[i]];
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      if (local[i] >= 0) a.rank[begin + i * kThreads] = rank[i];
+  }
+  if (threadIdx.x >= a.experts) return;
+  const int count = p.count[expert], first = p.first[expert], tiles = (count + a.tile_rows - 1) / a.tile_rows;
+  a.counts[expert] = count;
+  a.first_tile[expert] = first;
+  for (int i = 0; i < tiles; ++i) a.tiles[first + i] = {expert, min(a.tile_rows, count - i * a.tile_rows), first, tiles};
+}
+
+template <int EIGHTS>
+__global__ void __launch_bounds__(kThreads, 1) chunk_route_kernel(const __grid_constant__ Chunk a) {
+  __shared__ Scratch<EIGHTS> scratch;
+  __shared__ bool last;
+  {
+    float sums[2][EIGHTS][4] = {};
+    multiply<EIGHTS>(a, sums);
+    leave_part<EIGHTS>(a, sums, scratch);
+  }
+  if (!arrive_last(a.tickets + 1 + blockIdx.y, kSplits, last)) return;
+  choose_group(a, scratch.choosing);
+  if (!arrive_last(a.tickets, gridDim.y, last)) return;
+  place_all(a, scratch.placing);
+}
+
+}  // namespace
+}  // namespace antiphon::fp8
+
+// `all_experts` rows of the router, an even number; this rank holds `experts` of them from `first_expert` on.
+extern "C" int antiphon_moe_chunk_route(const void* x, const void* weight, const void* bias, const int* live,
+                                        float* partial, void* ids, void* weights, int* rank, int* counts,
+                                        int* first_tile, void* tiles, int* tile_count, int* group_counts,
+                                        unsigned* tickets, int tokens, int all_experts, int first_expert, int experts,
+                                        int tile_rows, void* stream) {
+  namespace fp8 = antiphon::fp8;
+  if (tokens < 1 || all_experts % 2 != 0 || all_experts < fp8::kTopK || all_experts > fp8::kMaxExperts ||
+      experts > all_experts)
+    return cudaErrorInvalidValue;
+  const auto bf16 = [](const void* p) { return static_cast<const __nv_bfloat16*>(p); };
+  const fp8::Chunk a = {bf16(x), bf16(weight), bf16(bias), live, partial, static_cast<long long*>(ids),
+                        static_cast<__nv_bfloat16*>(weights), rank, counts, first_tile,
+                        static_cast<fp8::TokenTile*>(tiles), tile_count, group_counts, tickets,
+                        tokens, all_experts, first_expert, experts, tile_rows};
+  const dim3 grid(fp8::kSplits, (tokens + fp8::kGroup - 1) / fp8::kGroup);
+  return antiphon::launch(all_experts <= 32 ? fp8::chunk_route_kernel<1> : fp8::chunk_route_kernel<4>, grid,
+                          dim3(fp8::kThreads), 0, static_cast<cudaStream_t>(stream), false, a);
+}
