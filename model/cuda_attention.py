@@ -24,16 +24,22 @@ from antiphon.model.workspaces import Workspaces
 
 
 class AttentionBlock:
-    """What layers have in common: the rotation, attention over pages, and buffers of FP8 projections."""
+    """What layers have in common: the rotation, attention over pages, and buffers of FP8 projections.
 
-    def __init__(self, config: GptOssConfig, device: torch.device, road: Road) -> None:
+    Args:
+        overlap: launches behind a projection of more than 16 tokens may begin while the ones ahead end.
+    """
+
+    def __init__(self, config: GptOssConfig, device: torch.device, road: Road, overlap: bool = False) -> None:
         self._config, self._device = config, device
         self._hopper = road is Road.HOPPER
+        self._overlap = overlap
         self._rotation = rotation_of(config, device)
         self._attention = PagedAttention(
             *(config.num_attention_heads, config.num_key_value_heads, config.head_dim, device),
             hopper=self._hopper,
             pdl=self._hopper,
+            overlap=overlap,
         )
         self._fp8_buffers = Workspaces(partial(ProjectionWorkspace, device=device))
 
@@ -66,7 +72,7 @@ class AttentionBlock:
             qkv = self._project(normed, weights.qkv_weight, weights.qkv_bias, fp8)
             rotation = (qkv, positions, sequences.slot, self._rotation, kv_layer)
             if self._hopper:
-                chunk_rope_and_write(*rotation, query)
+                chunk_rope_and_write(*rotation, query, self._overlap)
             else:
                 rope_and_write(*rotation, heads, query)
         return self._attention(query, kv_layer, sequences, weights.sinks, window)
@@ -103,8 +109,8 @@ class AttentionBlock:
             return None
         fp8 = None if weights.fp8 is None else weights.fp8.out
         delta = self._project(mixed, weights.out_weight, weights.out_bias, fp8)
-        add_norm = chunk_norm.add_rms_norm_ if self._hopper else add_rms_norm_
-        return add_norm(delta, x, weights.mlp_norm, self._config.rms_norm_eps)
+        behind = (delta, x, weights.mlp_norm, self._config.rms_norm_eps)
+        return chunk_norm.add_rms_norm_(*behind, self._overlap) if self._hopper else add_rms_norm_(*behind)
 
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor, fp8: Fp8Projection | None) -> Tensor:
         if fp8 is not None and x.shape[0] >= fp8_projection.MIN_TOKENS:

@@ -231,6 +231,7 @@ class HopperExpertLayers:
         return x, mixed.moe_add_rms_norm_(
             *(normed, ids, weights, experts.streamed, experts.exponents, buffers, *behind, tile),
             ranked=ranked,
+            overlap=self._chunks.overlap,
         )
 
     def _route(
@@ -241,4 +242,6 @@ class HopperExpertLayers:
         if not self._chunks.one_launch_router:
             return *route(normed, *router, self._config.experts_per_token, live), False
         scratch = self._route_buffers.of(normed.shape[0])
-        return *route_ranked(normed, *router, buffers, scratch, tile, live), True
+        return *route_ranked(
+            *(normed, *router, buffers, scratch, tile, live), overlap=self._chunks.overlap
+        ), True

@@ -39,6 +39,7 @@ class PagedAttention:
         query_heads: of this device; ``kv_heads`` likewise.
         hopper: whether the kernels made for Hopper may run.
         pdl: whether a decode launch may begin before the one ahead is over (programmatic dependent launch).
+        overlap: whether a chunk's launch on Hopper may.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class PagedAttention:
         *,
         hopper: bool,
         pdl: bool = False,
+        overlap: bool = False,
     ) -> None:
         self._query_heads, self._kv_heads, self._head_dim = query_heads, kv_heads, head_dim
         self._device = device
-        self._hopper, self._pdl = hopper, pdl
+        self._hopper, self._pdl, self._overlap = hopper, pdl, overlap
         self._decode: dict[int, DecodeAttention] = {}
         self._fp8_decode: dict[int, Fp8DecodeAttention | HopperFp8DecodeAttention] = {}
         self._wide = WidePages()
@@ -98,13 +100,12 @@ class PagedAttention:
             kv_layer = self._wide.widen(kv_layer, sequences, query.dtype)
         # Every sequence has at least one query token.
         longest = query.shape[0] - sequences.kv_len.shape[0] + 1
-        # The CUDA kernel is made for pages of 64 positions.
-        fast = self._hopper and kv_layer.shape[3] == prefill_hopper.PAGE
-        attend = hopper_prefill_attention if fast else prefill_attention
         # Every program reads the queries that it answers, and nobody else's, before it writes: the output
         # may take their place. So what stands at padding is finite.
-        scale = self._head_dim**-0.5
-        return attend(query, kv_layer, sequences, sinks, window, scale, longest, out=query)
+        arguments = (query, kv_layer, sequences, sinks, window, self._head_dim**-0.5, longest)
+        if self._hopper and kv_layer.shape[3] == prefill_hopper.PAGE:  # what that kernel is made for
+            return hopper_prefill_attention(*arguments, out=query, overlap=self._overlap)
+        return prefill_attention(*arguments, out=query)
 
     def _decoding(
         self,

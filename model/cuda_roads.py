@@ -33,11 +33,13 @@ class ChunkChoices:
         fp8_projections: hold the attention's projections in FP8 too, and take those for long chunks.
         expert_tile: tokens of an expert's tile; None chooses by what was measured.
         one_launch_router: route and rank in one launch; on one GPU only. Not measured yet.
+        overlap: launches may begin while the ones ahead end; on one GPU only. Not measured yet.
     """
 
     fp8_projections: bool = False
     expert_tile: int | None = None
     one_launch_router: bool = False
+    overlap: bool = False
 
 
 def hopper_obstacle(config: GptOssConfig, device: torch.device) -> str | None:

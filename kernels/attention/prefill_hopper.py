@@ -41,9 +41,9 @@ def _library() -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int
     library.antiphon_prefill_attention.argtypes = [
         *(*(pointer,) * 7, number, number, ctypes.c_longlong, *(number,) * 4),
-        *(ctypes.c_float, number, number, pointer),
+        *(ctypes.c_float, *(number,) * 3, pointer),
     ]
-    library.antiphon_chunk_rope.argtypes = [*(pointer,) * 6, ctypes.c_longlong, *(number,) * 4, pointer]
+    library.antiphon_chunk_rope.argtypes = [*(pointer,) * 6, ctypes.c_longlong, *(number,) * 5, pointer]
     return library
 
 
@@ -59,6 +59,7 @@ def chunk_rope_and_write(
     rotation: Tensor,
     kv_layer: KvLayer,
     query: Tensor,
+    overlap: bool = False,
 ) -> Tensor:
     """Rotate q and k, write k and v to their pages, return ``query``; as ``dense.rope.rope_and_write``.
 
@@ -68,6 +69,7 @@ def chunk_rope_and_write(
         rotation: [positions, 32, 2] float32 from ``rotation_table``.
         kv_layer: [N, G, 2, S, 64] bf16 view, the last four dimensions contiguous; or FP8 pages.
         query: [T, Q, 64] bf16 contiguous, overwritten.
+        overlap: the launch may begin while the one ahead ends, and lets the next one do so.
 
     Raises:
         ValueError: another shape, dtype or layout.
@@ -91,7 +93,7 @@ def chunk_rope_and_write(
         raise ValueError(f"kv_layer is {tuple(kv_layer.shape)} {pages.dtype}, expected [N, G, 2, S, 64]")
     status = _library().antiphon_chunk_rope(
         *(qkv.data_ptr(), positions.data_ptr(), slot.data_ptr(), rotation.data_ptr(), query.data_ptr()),
-        *(pages.data_ptr(), page_stride, tokens, kv_heads, page_size, int(fp8)),
+        *(pages.data_ptr(), page_stride, tokens, kv_heads, page_size, int(fp8), int(overlap)),
         torch.cuda.current_stream().cuda_stream,
     )
     check_launch(status, "rotation")
@@ -108,6 +110,7 @@ def hopper_prefill_attention(
     max_query_tokens: int,
     out: Tensor | None = None,
     ordered: bool = True,
+    overlap: bool = False,
 ) -> Tensor:
     """The fast twin of ``reference.paged_attention`` for many query tokens per sequence.
 
@@ -119,6 +122,7 @@ def hopper_prefill_attention(
         sm_scale: of the scores, positive.
         max_query_tokens: upper bound of a sequence's query tokens in this batch; sizes the work list.
         ordered: the warpgroups issue their products in turn.
+        overlap: the launch may begin while the one ahead ends.
 
     Returns:
         [T, Q, 64]; tokens beyond ``query_start[B]`` are left as they are.
@@ -153,7 +157,7 @@ def hopper_prefill_attention(
         *(sequences.query_start.data_ptr(), sequences.kv_len.data_ptr(), out.data_ptr()),
         *(pages, kv_heads, kv_layer.stride(0), sequences.block_table.stride(0)),
         *(sequences.kv_len.shape[0], max_query_tokens, window or 0, sm_scale),
-        *(_processors(query.device), int(ordered), torch.cuda.current_stream().cuda_stream),
+        *(_processors(query.device), int(ordered), int(overlap), torch.cuda.current_stream().cuda_stream),
     )
     check_launch(status, "prefill attention")
     return out

@@ -49,8 +49,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     # stream
     "antiphon_moe_fp8_rank": (*(_POINTER,) * 7, *(_NUMBER,) * 4, _POINTER),
     # x, weight, bias, live, partial, ids, weights, rank, counts, first_tile, tiles, tile_count, group_counts,
-    # tickets, tokens, all_experts, first_expert, experts, tile_rows, stream
-    "antiphon_moe_chunk_route": (*(_POINTER,) * 14, *(_NUMBER,) * 5, _POINTER),
+    # tickets, tokens, all_experts, first_expert, experts, tile_rows, overlap, stream
+    "antiphon_moe_chunk_route": (*(_POINTER,) * 14, *(_NUMBER,) * 6, _POINTER),
     # x, ids, expert_weights, rank, first_tile, activations, row_weight, slots, tokens, first_expert, experts,
     # tile_rows, stream
     "antiphon_moe_fp8_quantise": (*(_POINTER,) * 8, *(_NUMBER,) * 4, _POINTER),
@@ -62,17 +62,18 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "antiphon_moe_fp8_project": (*(_POINTER,) * 6, *(_NUMBER,) * 5, _POINTER),
     # rows, slots, out, tokens, stream
     "antiphon_moe_fp8_combine": (*(_POINTER,) * 3, _NUMBER, _POINTER),
-    # rows, slots, residual, norm, out, eps, tokens, stream
-    "antiphon_moe_chunk_combine_norm": (*(_POINTER,) * 5, _REAL, _NUMBER, _POINTER),
-    # delta, residual, norm, out, eps, tokens, stream
-    "antiphon_moe_chunk_add_norm": (*(_POINTER,) * 4, _REAL, _NUMBER, _POINTER),
+    # rows, slots, residual, norm, out, eps, tokens, overlap, stream
+    "antiphon_moe_chunk_combine_norm": (*(_POINTER,) * 5, _REAL, *(_NUMBER,) * 2, _POINTER),
+    # delta, residual, norm, out, eps, tokens, overlap, stream
+    "antiphon_moe_chunk_add_norm": (*(_POINTER,) * 4, _REAL, *(_NUMBER,) * 2, _POINTER),
     # x, ids, expert_weights, rank, first_tile, activations, token_scale, row_weight, slots, tokens,
-    # first_expert, experts, tile_rows, stream
-    "antiphon_moe_mixed_quantise": (*(_POINTER,) * 9, *(_NUMBER,) * 4, _POINTER),
-    # activations, weights, tops, bias, tiles, tile_count, token_scale, hidden, tile_rows, grid, stream
-    "antiphon_moe_mixed_gate_up": (*(_POINTER,) * 8, *(_NUMBER,) * 2, _POINTER),
-    # hidden, weights, tops, bias, tiles, tile_count, row_weight, rows, tile_rows, grid, stream
-    "antiphon_moe_mixed_down": (*(_POINTER,) * 8, *(_NUMBER,) * 2, _POINTER),
+    # first_expert, experts, tile_rows, overlap, stream
+    "antiphon_moe_mixed_quantise": (*(_POINTER,) * 9, *(_NUMBER,) * 5, _POINTER),
+    # activations, weights, tops, bias, tiles, tile_count, token_scale, hidden, tile_rows, grid, overlap,
+    # stream
+    "antiphon_moe_mixed_gate_up": (*(_POINTER,) * 8, *(_NUMBER,) * 3, _POINTER),
+    # hidden, weights, tops, bias, tiles, tile_count, row_weight, rows, tile_rows, grid, overlap, stream
+    "antiphon_moe_mixed_down": (*(_POINTER,) * 8, *(_NUMBER,) * 3, _POINTER),
 }
 _SPLIT_SIGNATURES: dict[str, tuple[type, ...]] = {
     # gate_up, gate_up_bias, down, down_bias, activations, scale, order, tiles, tile_count, ready, hidden,

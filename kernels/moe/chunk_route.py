@@ -42,6 +42,7 @@ def route_ranked(
     scratch: RouteScratch,
     tile: int,
     live: Tensor | None = None,
+    overlap: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``router.route`` for four experts a token, then the ranks and tiles of its pairs in the workspace.
 
@@ -54,6 +55,7 @@ def route_ranked(
         workspace: what the experts run with next. Its rows hold parts of logits meanwhile.
         tile: tokens of a tile, as the experts will have it.
         live: [1] int32, tokens that are not padding: those behind them get the ids -1. None: all.
+        overlap: the launch may begin while the one ahead ends.
 
     Returns:
         expert_ids [T, 4] int64, best first (the lowest id among equals), expert_weights [T, 4] bf16.
@@ -73,7 +75,7 @@ def route_ranked(
         *(workspace.rows.data_ptr(), ids.data_ptr(), weights.data_ptr(), workspace.rank.data_ptr()),
         *(workspace.counts.data_ptr(), workspace.first_tile.data_ptr(), workspace.tiles.data_ptr()),
         *(workspace.tile_count.data_ptr(), scratch.counts.data_ptr(), scratch.tickets.data_ptr()),
-        *(tokens, all_experts, workspace.first_expert, workspace.experts, tile),
+        *(tokens, all_experts, workspace.first_expert, workspace.experts, tile, int(overlap)),
     )
     return ids, weights
 

@@ -189,17 +189,19 @@ def moe_add_rms_norm_(
     eps: float,
     tile: int | None = None,
     ranked: bool = False,
+    overlap: bool = False,
 ) -> Tensor:
     """``moe_mixed``, then ``residual += moe`` in place, then the next RMSNorm of it, which is returned.
 
     Args:
         x, residual: [T, 2880] bf16. norm_weight: [2880] bf16. The others as of ``moe_mixed``.
         ranked: the workspace holds ranks and tiles of these ids already (``chunk_route.route_ranked``).
+        overlap: each launch but that of ranking may begin while the one ahead ends; of whole experts.
     """
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, residual)
     tile = choose_tile(x.shape[0], workspace.all_experts) if tile is None else tile
-    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile, ranked)
-    return combine_rms_norm_(workspace.rows, workspace.slots, residual, norm_weight, eps)
+    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile, ranked, overlap)
+    return combine_rms_norm_(workspace.rows, workspace.slots, residual, norm_weight, eps, overlap)
 
 
 def multiply(
@@ -211,12 +213,13 @@ def multiply(
     workspace: MixedWorkspace,
     tile: int,
     ranked: bool = False,
+    overlap: bool = False,
 ) -> None:
     """Everything but the combine: weighted outputs in workspace.rows, their places in workspace.slots."""
     if not ranked:
         route(expert_ids, workspace, tile)
-    quantise(x, expert_ids, expert_weights, workspace, tile)
-    run_experts(experts, exponents, workspace, tile)
+    quantise(x, expert_ids, expert_weights, workspace, tile, overlap)
+    run_experts(experts, exponents, workspace, tile, overlap)
 
 
 def route(expert_ids: Tensor, workspace: MixedWorkspace, tile: int) -> None:
@@ -236,7 +239,12 @@ def route(expert_ids: Tensor, workspace: MixedWorkspace, tile: int) -> None:
 
 
 def quantise(
-    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, workspace: MixedWorkspace, tile: int
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    workspace: MixedWorkspace,
+    tile: int,
+    overlap: bool = False,
 ) -> None:
     """Round activations to e4m3 and copy them to the rows of their experts."""
     launch(
@@ -244,27 +252,32 @@ def quantise(
         *(x.data_ptr(), expert_ids.data_ptr(), expert_weights.data_ptr(), workspace.rank.data_ptr()),
         *(workspace.first_tile.data_ptr(), workspace.activations.data_ptr()),
         *(workspace.token_scale.data_ptr(), workspace.row_weight.data_ptr(), workspace.slots.data_ptr()),
-        *(x.shape[0], workspace.first_expert, workspace.experts, tile),
+        *(x.shape[0], workspace.first_expert, workspace.experts, tile, int(overlap)),
     )
 
 
 def run_experts(
-    experts: StreamedExperts, exponents: RowExponents, workspace: MixedWorkspace, tile: int
+    experts: StreamedExperts,
+    exponents: RowExponents,
+    workspace: MixedWorkspace,
+    tile: int,
+    overlap: bool = False,
 ) -> None:
     """Both projections: workspace.activations -> workspace.hidden -> workspace.rows."""
     tiles = (workspace.tiles.data_ptr(), workspace.tile_count.data_ptr())
-    road, columns = ("split", (experts.columns,)) if experts.split else ("mixed", ())
+    road = "split" if experts.split else "mixed"
+    columns, last = ((experts.columns,), ()) if experts.split else ((), (int(overlap),))
     launch(
         f"{road}_gate_up",
         *(workspace.activations.data_ptr(), experts.gate_up.data_ptr(), exponents.gate_up.data_ptr()),
         *(experts.gate_up_bias.data_ptr(), *tiles, workspace.token_scale.data_ptr()),
-        *(workspace.hidden.data_ptr(), *columns, tile, workspace.blocks),
+        *(workspace.hidden.data_ptr(), *columns, tile, workspace.blocks, *last),
     )
     launch(
         f"{road}_down",
         *(workspace.hidden.data_ptr(), experts.down.data_ptr(), exponents.down.data_ptr()),
         *(experts.down_bias.data_ptr(), *tiles, workspace.row_weight.data_ptr()),
-        *(workspace.rows.data_ptr(), *columns, tile, workspace.blocks),
+        *(workspace.rows.data_ptr(), *columns, tile, workspace.blocks, *last),
     )
 
 

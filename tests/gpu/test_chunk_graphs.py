@@ -37,6 +37,8 @@ MODELS = {
     "120b-widened": ("gpt-oss-120b", False, None),
     "20b-resident-128": ("gpt-oss-20b", True, ChunkChoices(expert_tile=128)),
     "20b-projections": ("gpt-oss-20b", False, ChunkChoices(fp8_projections=True)),
+    "20b-overlapping": ("gpt-oss-20b", False, ChunkChoices(overlap=True)),
+    "120b-overlapping": ("gpt-oss-120b", False, ChunkChoices(one_launch_router=True, overlap=True)),
 }
 """Shape, whether FP8 experts are resident, and choices: every road of chunks, streamed for small sizes."""
 

@@ -34,7 +34,7 @@ def test_rotates_and_writes(library: Any, kv_heads: int) -> None:
     query = torch.full((TOKENS, heads, D), float("nan")).bfloat16()
     library.call(
         "chunk_rope",
-        *(qkv, positions, slots, table, query, layer, c_int64(layer.stride(0)), TOKENS, kv_heads, S, 0),
+        *(qkv, positions, slots, table, query, layer, c_int64(layer.stride(0)), TOKENS, kv_heads, S, 0, 1),
     )
     parts = qkv.float().view(TOKENS, heads + 2 * kv_heads, D)
     cos, sin = table[positions, :, 0][:, None], table[positions, :, 1][:, None]

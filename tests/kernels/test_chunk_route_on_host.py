@@ -60,7 +60,7 @@ def run(
         library.call(
             "moe_chunk_route",
             *(x, weight, bias, padding, partial, ids, weights, *places.all, group_counts, tickets),
-            *(tokens, experts, held.start, len(held), tile),
+            *(tokens, experts, held.start, len(held), tile, 1),
         )
         assert not tickets.any()
         results.append((ids, weights, *places.all))
@@ -161,6 +161,22 @@ def test_nan_reaches_its_own_token_only(library: Any) -> None:
     assert torch.equal(weights[others], shares[others])
     assert ids[7].tolist() == [0, 0, 0, 0]
     assert bool(weights[7].isnan().all())
+
+
+@pytest.mark.parametrize("left", [1, 2, 3])
+def test_experts_that_cannot_be_chosen_have_no_weight(library: Any, left: int) -> None:
+    """Minus infinity for all but some: those share the weight, and the lowest ids stand for the others."""
+    x, weight, bias = inputs(33, 32)
+    able = torch.tensor([30, 7, 19])[:left]
+    barred = torch.ones(32, dtype=torch.bool)
+    barred[able] = False
+    bias[barred] = float("-inf")
+    ids, weights = run(library, x, weight, bias)
+    expected, shares = reference.route(x.double(), weight.double(), bias.double(), 4)
+    assert torch.equal(ids[:, :left], expected[:, :left])
+    assert ids[:, left:].tolist() == [[*range(4 - left)]] * 33
+    torch.testing.assert_close(weights[:, :left].double(), shares[:, :left], rtol=2**-8, atol=1e-6)
+    assert not bool(weights[:, left:].any())
 
 
 def test_a_token_is_the_same_in_any_chunk(library: Any) -> None:

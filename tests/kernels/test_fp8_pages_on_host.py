@@ -172,7 +172,7 @@ def test_chunks_are_rotated_and_stored(rotation: Any, kv_heads: int) -> None:
     ):
         rotation.call(
             "chunk_rope",
-            *(qkv, positions, slot, table, out, pages, c_int64(stride), tokens, kv_heads, S, fp8),
+            *(qkv, positions, slot, table, out, pages, c_int64(stride), tokens, kv_heads, S, fp8, 0),
         )
     assert torch.equal(*query)
     keep = slot >= 0

@@ -69,18 +69,18 @@ def run(library: Any, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, til
     library.call(
         "moe_mixed_quantise",
         *(x, ids, weights, rank, first_tile, activations, token_scale, row_weight, slots),
-        *(tokens, 0, EXPERTS, tile),
+        *(tokens, 0, EXPERTS, tile, 1),
     )
     streamed, tops = layer.streamed, layer.exponents
     library.call(
         "moe_mixed_gate_up",
         *(activations, streamed.gate_up, tops.gate_up, streamed.gate_up_bias, tiles, tile_count),
-        *(token_scale, hidden, tile, BLOCKS),
+        *(token_scale, hidden, tile, BLOCKS, 1),
     )
     library.call(
         "moe_mixed_down",
         *(hidden, streamed.down, tops.down, streamed.down_bias, tiles, tile_count, row_weight, rows),
-        *(tile, BLOCKS),
+        *(tile, BLOCKS, 1),
     )
     assert int(tile_count) == sum(-(-int(count) // tile) for count in counts)
     placed = slots.reshape(tokens, 4).long()

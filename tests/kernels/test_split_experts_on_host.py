@@ -162,7 +162,7 @@ def chunk(library: Any, part: Part, x: Tensor, ids: Tensor, weights: Tensor, til
     library.call(
         "moe_mixed_quantise",
         *(x, ids, weights, rank, first_tile, activations, token_scale, row_weight, slots),
-        *(tokens, 0, EXPERTS, tile),
+        *(tokens, 0, EXPERTS, tile, 0),
     )
     library.call(
         "moe_split_gate_up",

@@ -239,6 +239,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_init_fence();
   }
   __syncthreads();
+  grid_dependency_wait();
   uint8_t* queries = shared + kStages * kStageBytes;
   const Shared s = {shared_address(shared), shared_address(queries), shared_address(full),
                     shared_address(empty),  shared,                  queries};
@@ -282,11 +283,11 @@ CUresult describe(CUtensorMap& map, const void* kv, int pages, int kv_heads, lon
 }
 
 template <bool ORDERED>
-cudaError_t start(const Arguments& a, const CUtensorMap& map, int grid, void* stream) {
+cudaError_t start(const Arguments& a, const CUtensorMap& map, int grid, bool overlap, void* stream) {
   const cudaError_t prepared = prepare(prefill_attention<ORDERED>, kSharedBytes);
   if (prepared != cudaSuccess) return prepared;
   return launch(prefill_attention<ORDERED>, dim3(grid), dim3(kThreads), kSharedBytes,
-                static_cast<cudaStream_t>(stream), false, a, map);
+                static_cast<cudaStream_t>(stream), overlap, a, map);
 }
 
 }  // namespace
@@ -296,7 +297,7 @@ extern "C" int antiphon_prefill_attention(const void* query, const void* kv, con
                                           const int* query_start, const int* kv_len, void* out, int pages,
                                           int kv_heads, long long page_stride, int table_stride, int batch,
                                           int max_query_tokens, int window, float scale, int grid, int ordered,
-                                          void* stream) {
+                                          int overlap, void* stream) {
   namespace attention = antiphon::attention;
   CUtensorMap map;
   if (attention::describe(map, kv, pages, kv_heads, page_stride) != CUDA_SUCCESS) return cudaErrorInvalidValue;
@@ -312,5 +313,6 @@ extern "C" int antiphon_prefill_attention(const void* query, const void* kv, con
                                   (max_query_tokens + attention::kTokens - 1) / attention::kTokens,
                                   window,
                                   scale * 1.4426950408889634f};
-  return ordered ? attention::start<true>(a, map, grid, stream) : attention::start<false>(a, map, grid, stream);
+  const auto start = ordered ? attention::start<true> : attention::start<false>;
+  return start(a, map, grid, overlap != 0, stream);
 }

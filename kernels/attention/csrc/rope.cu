@@ -20,6 +20,7 @@ struct Rotation {
   void* kv;                    // bf16 [pages, kv_heads, 2, page_size, 64], or FP8 pages
   long long page_stride;       // from a page to the next, in numbers
   int kv_heads, page_size;
+  bool overlap;  // with the kernel that follows, which should find every SM nearly free
 };
 
 struct Pairs {
@@ -66,6 +67,7 @@ __global__ void rope_kernel(const __grid_constant__ Rotation a) {
   const int heads = a.kv_heads * kGroup;
   const __nv_bfloat16* source =
       a.qkv + (static_cast<size_t>(token) * (heads + 2 * a.kv_heads) + head) * kDim + column;
+  grid_dependency_wait();
   uint4 first = *reinterpret_cast<const uint4*>(source);
   uint4 second = *reinterpret_cast<const uint4*>(source + kHalf);
   if (head < heads + a.kv_heads) {
@@ -87,6 +89,7 @@ __global__ void rope_kernel(const __grid_constant__ Rotation a) {
     first = pack(out.first);
     second = pack(out.second);
   }
+  if (a.overlap) grid_dependency_trigger();
   if constexpr (FP8) store_fp8(a, first, second, head, column, a.slots[token]);
   __nv_bfloat16* target;
   if (head < heads) {
@@ -107,7 +110,7 @@ __global__ void rope_kernel(const __grid_constant__ Rotation a) {
 
 extern "C" int antiphon_chunk_rope(const void* qkv, const void* positions, const void* slots, const void* table,
                                    void* query, void* kv, long long page_stride, int tokens, int kv_heads,
-                                   int page_size, int fp8, void* stream) {
+                                   int page_size, int fp8, int overlap, void* stream) {
   namespace attention = antiphon::attention;
   const attention::Rotation a = {static_cast<const __nv_bfloat16*>(qkv),
                                  static_cast<const long long*>(positions),
@@ -117,8 +120,9 @@ extern "C" int antiphon_chunk_rope(const void* qkv, const void* positions, const
                                  kv,
                                  page_stride,
                                  kv_heads,
-                                 page_size};
+                                 page_size,
+                                 overlap != 0};
   const int threads = (attention::kGroup + 2) * kv_heads * attention::kThreadsOfHead;
   return antiphon::launch(fp8 ? attention::rope_kernel<true> : attention::rope_kernel<false>, dim3(tokens),
-                          dim3(threads), 0, static_cast<cudaStream_t>(stream), false, a);
+                          dim3(threads), 0, static_cast<cudaStream_t>(stream), overlap != 0, a);
 }

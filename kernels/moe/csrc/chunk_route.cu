@@ -331,6 +331,7 @@ template <int EIGHTS>
 __global__ void __launch_bounds__(kThreads, 1) chunk_route_kernel(const __grid_constant__ Chunk a) {
   __shared__ Scratch<EIGHTS> scratch;
   __shared__ bool last;
+  grid_dependency_wait();
   {
     float sums[2][EIGHTS][4] = {};
     multiply<EIGHTS>(a, sums);
@@ -339,6 +340,7 @@ __global__ void __launch_bounds__(kThreads, 1) chunk_route_kernel(const __grid_c
   if (!arrive_last(a.tickets + 1 + blockIdx.y, kSplits, last)) return;
   choose_group(a, scratch.choosing);
   if (!arrive_last(a.tickets, gridDim.y, last)) return;
+  grid_dependency_trigger();  // what follows finds all SMs but this one free
   place_all(a, scratch.placing);
 }
 
@@ -350,7 +352,7 @@ extern "C" int antiphon_moe_chunk_route(const void* x, const void* weight, const
                                         float* partial, void* ids, void* weights, int* rank, int* counts,
                                         int* first_tile, void* tiles, int* tile_count, int* group_counts,
                                         unsigned* tickets, int tokens, int all_experts, int first_expert, int experts,
-                                        int tile_rows, void* stream) {
+                                        int tile_rows, int overlap, void* stream) {
   namespace fp8 = antiphon::fp8;
   if (tokens < 1 || all_experts % 2 != 0 || all_experts < fp8::kTopK || all_experts > fp8::kMaxExperts ||
       experts > all_experts)
@@ -362,5 +364,5 @@ extern "C" int antiphon_moe_chunk_route(const void* x, const void* weight, const
                         tokens, all_experts, first_expert, experts, tile_rows};
   const dim3 grid(fp8::kSplits, (tokens + fp8::kGroup - 1) / fp8::kGroup);
   return antiphon::launch(all_experts <= 32 ? fp8::chunk_route_kernel<1> : fp8::chunk_route_kernel<4>, grid,
-                          dim3(fp8::kThreads), 0, static_cast<cudaStream_t>(stream), false, a);
+                          dim3(fp8::kThreads), 0, static_cast<cudaStream_t>(stream), overlap != 0, a);
 }

@@ -313,6 +313,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) mixed_gemm(const __grid_consta
     mbarrier_init_fence();
   }
   __syncthreads();
+  grid_dependency_trigger();  // what follows finds room on an SM once this block is done there
+  grid_dependency_wait();
   const int total = __shfl_sync(0xFFFFFFFFu, *a.tile_count, 0) * a.tiles_n<S>();
   const uint8_t* weights = shared + S::kTokenSlots * S::kTileBytes;
   uint8_t* terms = shared + S::kTermsAt;
@@ -332,22 +334,23 @@ __global__ void __launch_bounds__(S::kThreads, 1) mixed_gemm(const __grid_consta
 }
 
 template <typename S, bool GATED, bool SPLIT>
-cudaError_t start(const Arguments& a, int grid, void* stream) {
+cudaError_t start(const Arguments& a, int grid, bool overlap, void* stream) {
   const auto kernel = mixed_gemm<S, GATED, SPLIT>;
   const cudaError_t prepared = prepare(kernel, S::kSharedBytes);
   if (prepared != cudaSuccess) return prepared;
-  return launch(kernel, dim3(grid), dim3(S::kThreads), S::kSharedBytes, static_cast<cudaStream_t>(stream), false, a);
+  return launch(kernel, dim3(grid), dim3(S::kThreads), S::kSharedBytes, static_cast<cudaStream_t>(stream), overlap,
+                a);
 }
 
 template <bool GATED, bool SPLIT>
-cudaError_t start(const Arguments& a, int tile_rows, int grid, void* stream) {
+cudaError_t start(const Arguments& a, int tile_rows, int grid, bool overlap, void* stream) {
   switch (tile_rows) {
-    case 32: return start<Narrow<32>, GATED, SPLIT>(a, grid, stream);
-    case 48: return start<Narrow<48>, GATED, SPLIT>(a, grid, stream);
-    case 64: return start<Narrow<64>, GATED, SPLIT>(a, grid, stream);
-    case 160: return start<Middle, GATED, SPLIT>(a, grid, stream);
-    case 256: return start<Wide, GATED, SPLIT>(a, grid, stream);
-    case 288: return start<Widest, GATED, SPLIT>(a, grid, stream);
+    case 32: return start<Narrow<32>, GATED, SPLIT>(a, grid, overlap, stream);
+    case 48: return start<Narrow<48>, GATED, SPLIT>(a, grid, overlap, stream);
+    case 64: return start<Narrow<64>, GATED, SPLIT>(a, grid, overlap, stream);
+    case 160: return start<Middle, GATED, SPLIT>(a, grid, overlap, stream);
+    case 256: return start<Wide, GATED, SPLIT>(a, grid, overlap, stream);
+    case 288: return start<Widest, GATED, SPLIT>(a, grid, overlap, stream);
     default: return cudaErrorInvalidValue;
   }
 }

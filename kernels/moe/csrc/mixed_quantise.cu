@@ -41,6 +41,8 @@ __device__ __forceinline__ uint32_t largest_bits(uint2 words, uint32_t so_far) {
 // One warp per token: quantised once, written to the row of each of its experts.
 __global__ void __launch_bounds__(kWarps * 32) quantise_kernel(const __grid_constant__ Quantisation a) {
   const int token = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  grid_dependency_trigger();  // what follows needs whole SMs and so waits for this block anyway
+  grid_dependency_wait();
   if (token >= a.tokens) return;
   uint2 raw[kTilesK];
   uint32_t largest = 0;
@@ -91,7 +93,7 @@ __global__ void __launch_bounds__(kWarps * 32) quantise_kernel(const __grid_cons
 extern "C" int antiphon_moe_mixed_quantise(const void* x, const void* ids, const void* expert_weight, const int* rank,
                                            const int* first_tile, void* activations, float* token_scale,
                                            float* row_weight, int* slots, int tokens, int first_expert, int experts,
-                                           int tile_rows, void* stream) {
+                                           int tile_rows, int overlap, void* stream) {
   namespace mixed = antiphon::mixed;
   const mixed::Quantisation a = {static_cast<const __nv_bfloat16*>(x),
                                  static_cast<const long long*>(ids),
@@ -107,5 +109,5 @@ extern "C" int antiphon_moe_mixed_quantise(const void* x, const void* ids, const
                                  experts,
                                  tile_rows};
   return antiphon::launch(mixed::quantise_kernel, dim3((tokens + mixed::kWarps - 1) / mixed::kWarps),
-                          dim3(mixed::kWarps * 32), 0, static_cast<cudaStream_t>(stream), false, a);
+                          dim3(mixed::kWarps * 32), 0, static_cast<cudaStream_t>(stream), overlap != 0, a);
 }

@@ -21,7 +21,7 @@ extern "C" int antiphon_moe_split_gate_up(const void* activations, const void* w
   if (!mixed::takes(hidden_columns)) return cudaErrorInvalidValue;
   const mixed::Arguments a = mixed::arguments(activations, weights, tops, bias, tiles, tile_count, token_scale, hidden,
                                               2 * hidden_columns / 64, hidden_columns / mixed::kSpanColumns);
-  return mixed::start<true, true>(a, tile_rows, grid, stream);
+  return mixed::start<true, true>(a, tile_rows, grid, false, stream);
 }
 
 extern "C" int antiphon_moe_split_down(const void* hidden, const void* weights, const void* tops, const void* bias,
@@ -31,5 +31,5 @@ extern "C" int antiphon_moe_split_down(const void* hidden, const void* weights, 
   if (!mixed::takes(hidden_columns)) return cudaErrorInvalidValue;
   const mixed::Arguments a = mixed::arguments(hidden, weights, tops, bias, tiles, tile_count, row_weight, out,
                                               mixed::kDim / 64, hidden_columns / mixed::kSpanColumns);
-  return mixed::start<false, true>(a, tile_rows, grid, stream);
+  return mixed::start<false, true>(a, tile_rows, grid, false, stream);
 }
