@@ -32,17 +32,16 @@ TESTS = (
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
-def gpu_parts(out: Path, model: str) -> tuple[Part, ...]:
+def gpu_parts(out: Path, models: Path) -> tuple[Part, ...]:
     """In the order of what is most needed.
 
     Args:
-        model: a checkpoint folder of gpt-oss-20b's shape, made by the part that needs it.
+        models: where checkpoints of the published shapes are put, by the parts that make them.
     """
     records = ("--out", out / "records.json")
     hand_off = ("--compute-ms", "8192:80,32768:400,131072:2400", "--out", out / "transfer.json")
     streams = ("--tokens", "1024,8192,32768", "--seconds", "8", "--repeats", "3", *records)
     pair = ("--config", CONFIGS / "two-gpus-20b.yaml", *records)
-    synthesize = ("checkpoint", "synthesize", model, "--like", "gpt-oss-20b", "--device", "cuda")
 
     def way(name: str, *arguments: str) -> tuple[str, ...]:
         file = out / f"transfer_{name}.json"
@@ -51,6 +50,15 @@ def gpu_parts(out: Path, model: str) -> tuple[Part, ...]:
     def engine(size: str, layout: str, limit_s: float) -> Part:
         arguments = ("--model", f"gpt-oss-{size}", "--layout", layout, "--seconds", f"{limit_s - 10:g}")
         return Part(f"engine {size} {layout}", module("rank_engine", *arguments, *records), limit_s)
+
+    def synthesize(size: str, limit_s: float) -> Part:
+        what = ("checkpoint", "synthesize", models / f"gpt-oss-{size}", "--like", f"gpt-oss-{size}")
+        arguments = ("-m", "antiphon.cluster.cli", *map(str, what), "--device", "cuda")
+        return Part(f"synthesize {size}", arguments, limit_s)
+
+    def served(size: str, limit_s: float) -> Part:
+        config = ("--config", CONFIGS / f"two-gpus-{size}.yaml", "--model", models / f"gpt-oss-{size}")
+        return Part(f"served {size}", module("served_pair", *config, "--split-only", *records), limit_s)
 
     return (
         Part("sums", module("rank_steps", "--parts", "sums", *records), 60),
@@ -68,10 +76,12 @@ def gpu_parts(out: Path, model: str) -> tuple[Part, ...]:
         Part("hand-off, blocks", way("blocks", "--blocks", "8,16,32,64"), 60),
         Part("hand-off, staged", way("staged", "--way", "staged"), 25),
         Part("hand-off, pages by NIXL", way("pages", "--way", "pages"), 30),
-        Part("synthesize 20b", ("-m", "antiphon.cluster.cli", *synthesize), 60),
-        Part("served 20b", module("served_pair", "--model", model, "--split-only", *pair), 120),
+        synthesize("20b", 60),
+        served("20b", 120),
         engine("20b", "TP2", 130),
         engine("120b", "TP2", 160),
+        synthesize("120b", 120),
+        served("120b", 160),
         Part("tests", ("-m", "pytest", "-q", "-m", "gpu", *TESTS), 180),
     )
 
@@ -108,10 +118,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=545.0, help="limit of the whole")
     parser.add_argument("--only", default="", help="names of parts, with | between them")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--model", default="/dev/shm/gpt-oss-20b", help="where the part of that name puts it")
+    parser.add_argument("--models", type=Path, default="/dev/shm", help="where checkpoints are put")
     parser.add_argument("--list", action="store_true", help="say what would run, and how long it may take")
     options = parser.parse_args(arguments)
-    parts = gpu_parts(options.out, options.model) if options.device == "cuda" else cpu_parts(options.out)
+    parts = gpu_parts(options.out, options.models) if options.device == "cuda" else cpu_parts(options.out)
     wanted = [name for name in options.only.split("|") if name]
     unknown = set(wanted) - {part.name for part in parts}
     if unknown:

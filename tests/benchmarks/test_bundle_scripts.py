@@ -112,7 +112,7 @@ def test_every_command_is_one_that_its_program_takes(script: str, monkeypatch: p
 def test_every_part_of_two_gpus_is_one_that_its_program_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for part in gpu_parts(tmp_path, "/m"):
+    for part in gpu_parts(tmp_path, Path("/m")):
         if part.arguments[1].startswith("antiphon."):
             take([sys.executable, *part.arguments], monkeypatch)
 
@@ -124,7 +124,7 @@ def test_what_a_bundle_packs_is_asked_of_every_program_that_it_runs(kind: str, t
         known |= {*files_of(each.entries), *files_of(each.commands, late=False)}
     commands = [step.command for script in scripts_of(kind) for step in steps_of(script)]
     if kind == "served":  # kinds before it say which parts they cannot run
-        commands += [[sys.executable, *part.arguments] for part in gpu_parts(tmp_path, "/m")]
+        commands += [[sys.executable, *part.arguments] for part in gpu_parts(tmp_path, Path("/m"))]
     for module in {words[2] for words in commands if words[1] == "-m"} - {"pytest"}:
         assert source_of(module) in known, module
 

@@ -59,12 +59,12 @@ def test_every_part_ends_in_time_and_what_it_said_is_kept(
 
 
 def test_what_comes_back_is_few_files(tmp_path: Path) -> None:
-    for parts in (gpu_parts(tmp_path, "/m"), cpu_parts(tmp_path)):
+    for parts in (gpu_parts(tmp_path, Path("/m")), cpu_parts(tmp_path)):
         names = [part.name for part in parts]
         assert len(set(names)) == len(names)
         files = {argument for part in parts for argument in part.arguments if argument.endswith(".json")}
         assert len(files) < 8, "and the log"
-    arguments = [argument for part in gpu_parts(tmp_path, "/m") for argument in part.arguments]
+    arguments = [argument for part in gpu_parts(tmp_path, Path("/m")) for argument in part.arguments]
     assert all(Path(argument).exists() for argument in arguments if argument.endswith(".yaml"))
 
 

@@ -6,7 +6,7 @@ source "$(dirname "$0")/steps.sh"
 tests() { # NAME TEST...: files of tests/gpu, by what their names have after test_
   local name=$1
   shift
-  step "tests-$name" 180 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider "${@/#/tests/gpu/test_}"
+  step "tests-$name" 240 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider "${@/#/tests/gpu/test_}"
 }
 
 choices() { # NAME MODEL DECODE: points as one_gpu.py takes them
