@@ -1,14 +1,17 @@
 """JSON schemas in the words that the compiler of grammars knows, saying what they said before.
 
-Three habits of schemas in the wild are not constraints, or are ones that can be said otherwise:
+Four habits of schemas in the wild are not constraints, or are ones that can be said otherwise:
 
 - a ``format`` that names none of the checked ones is an annotation, by JSON Schema's own rule;
 - ``uniqueItems: false`` forbids nothing;
 - the ``discriminator`` of a ``oneOf`` names a property that every variant must have, by OpenAPI's rule, and
-  that sets the variants apart.
+  that sets the variants apart;
+- a ``$ref`` into the schema itself may have letters that a URI writes in another way (``#/$defs/Größe``).
 """
 
 from __future__ import annotations
+
+from urllib.parse import quote
 
 from pydantic import JsonValue
 
@@ -20,6 +23,8 @@ _LITERAL_KEYS = frozenset({"const", "enum", "default", "examples", "example"})
 """What they hold is data, not a schema."""
 _NAMED_KEYS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 """What they hold are schemas by name: a property may be called ``format``."""
+_OF_A_FRAGMENT = "/?:@!$&'()*+,;=%"
+"""What a URI's fragment may hold besides letters, digits and ``-._~``."""
 
 
 def in_known_words(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -42,6 +47,8 @@ def _binds_nothing(key: str, value: JsonValue) -> bool:
 def _value(key: str, value: JsonValue, schema: dict[str, JsonValue]) -> JsonValue:
     if key in _LITERAL_KEYS:
         return value
+    if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+        return f"#{quote(value[1:], safe=_OF_A_FRAGMENT)}"
     if key in _NAMED_KEYS and isinstance(value, dict):
         return {name: _reworded(named) for name, named in value.items()}
     if key == "oneOf" and isinstance(value, list):

@@ -110,6 +110,17 @@ def test_schemas_of_the_wild_become_usable() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["Größe", "Box<int>", "A B", "a#b", "a%25b", "x~1y~0z", "plain.Name-1"])
+def test_references_need_not_be_spelt_as_in_a_uri(name: str) -> None:
+    called = name.replace("%25", "%").replace("~1", "/").replace("~0", "~")
+    schema = {"$defs": {called: {"type": "string"}}, "properties": {"$ref": {"$ref": f"#/$defs/{name}"}}}
+    check_schema(in_known_words(schema))
+    with pytest.raises(UnusableSchema, match="does not exist"):
+        check_schema(in_known_words({**schema, "$defs": {"another": {}}}))
+    elsewhere = {"$ref": "https://example.com/größe"}
+    assert in_known_words(elsewhere) == elsewhere
+
+
 def test_what_needs_no_other_words_stays() -> None:
     for schema in ({"oneOf": [{"type": "string"}, True], "discriminator": {}}, {"uniqueItems": True}, {}):
         assert in_known_words(schema) == schema
