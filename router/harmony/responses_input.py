@@ -24,6 +24,7 @@ from antiphon.router.conversation import (
 )
 from antiphon.router.openai.chat_schema import ContentPart, FunctionParam
 from antiphon.router.openai.chat_translate import (
+    check_call_name,
     check_schemas,
     content_text,
     distinct_tools,
@@ -232,12 +233,15 @@ def _call(item: ResponsesItem, path: str, tools: Sequence[ToolDefinition]) -> To
         if value is None:
             raise invalid(f"'{path}.{name}' is missing.", f"{path}.{name}", "missing_required_parameter")
     name = item.name or ""
+    check_call_name(name, f"{path}.name")
     arguments = arguments_of(item.input or "", name, tools) if is_custom else item.arguments or ""
     return ToolCall(item.call_id or "", name, arguments)
 
 
 def _reasoning_text(item: ResponsesItem) -> str:
     """The chain of thought if the item has it, else its summary; encrypted reasoning has no text here."""
+    if isinstance(item.content, str) and item.content:
+        return item.content
     parts: Sequence[ContentPart] = item.content if isinstance(item.content, list) else ()
     return _SEPARATOR.join(part.text for part in [*(parts or item.summary or ())] if part.text)
 
@@ -297,8 +301,11 @@ def _tool_choice(choice: str | ResponsesToolChoice | None, tools: tuple[ToolDefi
                 path = "tool_choice.tools"
                 raise invalid(f"'{path}' is missing.", path, "missing_required_parameter")
             return allowed_choice(choice.mode, ((t.type, t.name) for t in choice.tools), tools, "tool_choice")
-        if choice.type not in ("function", CUSTOM) or choice.name is None:
+        if choice.type not in ("function", CUSTOM):
             raise unsupported("tool_choice", f"a choice of type '{choice.type[:64]}' is not available.")
+        if choice.name is None:
+            path = "tool_choice.name"
+            raise invalid(f"'{path}' is missing.", path, "missing_required_parameter")
         return named_choice(choice.name, tools)
     if choice not in (None, "auto", "none", "required"):
         raise invalid("'tool_choice' must be auto, none, required or a function.", "tool_choice")
@@ -309,4 +316,8 @@ def _response_format(text: ResponsesText | None) -> ResponseFormat:
     given = text.format if text is not None else None
     if given is None:
         return ResponseFormat()
+    if given.type is ResponseFormatKind.JSON_SCHEMA and given.schema_ is None:
+        # Clients of the other API put it one level deeper, where nobody would look for it.
+        path = "text.format.schema"
+        raise invalid(f"'{path}' is missing.", path, "missing_required_parameter")
     return ResponseFormat(given.type, given.name, given.description, given.schema_, bool(given.strict))

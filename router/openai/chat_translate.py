@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from antiphon.router.conversation import (
@@ -30,12 +31,20 @@ from antiphon.router.openai.chat_schema import (
     ToolCallParam,
     ToolChoiceParam,
 )
-from antiphon.router.openai.custom_tools import CUSTOM, CustomFormat, arguments_of, custom_tool
-from antiphon.router.openai.errors import ApiError, invalid, unsupported
+from antiphon.router.openai.custom_tools import (
+    CUSTOM,
+    CustomFormat,
+    arguments_of,
+    custom_tool,
+    unusable_grammar,
+)
+from antiphon.router.openai.errors import invalid, unsupported
 from antiphon.router.openai.request_fields import refuse_unsupported
 from antiphon.router.openai.tool_choice import ALLOWED_TOOLS, allowed_choice, choice_of_mode, named_choice
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_CALL_NAME = re.compile(r"[^\s<>]+")
+"""More than a function may be called: models make names up, and clients send back what they were given."""
 
 REASONING_EFFORTS = {
     "minimal": ReasoningEffort.LOW,
@@ -132,11 +141,23 @@ def _message(message: MessageParam, path: str, tools: tuple[ToolDefinition, ...]
 
 def _call(call: ToolCallParam, path: str, tools: tuple[ToolDefinition, ...]) -> ToolCall:
     if call.function is not None:
+        check_call_name(call.function.name, f"{path}.function.name")
         return ToolCall(call.id, call.function.name, call.function.arguments)
     if call.custom is None:
         kind = CUSTOM if call.type == CUSTOM else "function"
         raise invalid(f"'{path}.{kind}' is missing.", f"{path}.{kind}", "missing_required_parameter")
+    check_call_name(call.custom.name, f"{path}.custom.name")
     return ToolCall(call.id, call.custom.name, arguments_of(call.custom.input, call.custom.name, tools))
+
+
+def check_call_name(name: str, path: str) -> None:
+    """See that a call of an earlier answer has a name, which can stand in a message's header.
+
+    Raises:
+        ApiError: 400 that names ``path``.
+    """
+    if _CALL_NAME.fullmatch(name) is None:
+        raise invalid(f"'{path}' must be one word without any of < >.", path)
 
 
 def content_text(content: str | list[ContentPart] | None, path: str) -> str:
@@ -215,6 +236,9 @@ def _tool_choice(request: ChatCompletionRequest, tools: tuple[ToolDefinition, ..
         if choice.type == ALLOWED_TOOLS:
             return _allowed(choice.allowed_tools, tools)
         named = {"function": choice.function, CUSTOM: choice.custom}.get(choice.type)
+        if named is None and choice.type in ("function", CUSTOM):
+            path = f"tool_choice.{choice.type}"
+            raise invalid(f"'{path}' is missing.", path, "missing_required_parameter")
         if named is None:
             raise unsupported("tool_choice", f"a choice of type '{choice.type[:64]}' is not available.")
         return named_choice(named.name, tools)
@@ -259,7 +283,7 @@ def check_schemas(conversation: Conversation, format_path: str, parameters_paths
     demands = demands_of(conversation)
     for call in () if demands is None else demands.calls:
         if call.lark is not None and (problem := lark_problem(call.lark)) is not None:
-            raise _unusable_grammar(parameters_paths[call.name], problem)
+            raise unusable_grammar(parameters_paths[call.name], problem)
     custom = {tool.name for tool in conversation.tools if tool.custom}
     for name, schema in () if demands is None else demands.schemas():
         path = format_path if name is None else parameters_paths[name]
@@ -269,16 +293,10 @@ def check_schemas(conversation: Conversation, format_path: str, parameters_paths
             check_schema(schema)
         except UnusableSchema as error:
             if name in custom:
-                raise _unusable_grammar(path, error.reason) from None
+                raise unusable_grammar(path, error.reason) from None
             where = path + error.path
             raise invalid(
                 f"An answer cannot be kept to the schema at '{where[:256]}': {error.reason[:512]}.",
                 where[:256],
                 "invalid_json_schema",
             ) from None
-
-
-def _unusable_grammar(path: str, reason: str) -> ApiError:
-    return invalid(
-        f"No input can be kept to the grammar at '{path}': {reason[:512]}.", path, "invalid_grammar"
-    )

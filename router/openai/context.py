@@ -44,7 +44,8 @@ class ApiContext:
         """
         timeout_s = timeout_s or self.config.request_timeout_s
         try:
-            self.admission.check(choices, priority or 0, timeout_s - (time.monotonic() - received_at))
+            left_s = max(timeout_s - (time.monotonic() - received_at), 0.0)
+            self.admission.check(choices, priority or 0, left_s)
         except REFUSALS as error:
             note_refusal(self.metrics, error, received_at)
             raise refusal_of(error)[1] from error

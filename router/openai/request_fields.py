@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import pydantic
@@ -157,14 +158,14 @@ def parse_body(model: type[Request], body: bytes) -> Request:
     try:
         request = model.model_validate_json(body)
     except pydantic.ValidationError as error:
-        raise _first_problem(error.errors(include_url=False, include_input=False)) from None
-    if _LONG_INTEGER.search(body):
-        json.loads(body, parse_int=_representable)
+        raise _first_problem(error.errors(include_url=False, include_input=False), body) from None
+    if _UNUSUAL_NUMBER.search(body):
+        json.loads(body, parse_int=_representable, parse_float=_finite, parse_constant=_no_number)
     return request
 
 
-_LONG_INTEGER = re.compile(rb"[0-9]{19}")
-"""The bytes of every integer beyond 64 bits, and of few other things."""
+_UNUSUAL_NUMBER = re.compile(rb"[0-9]{19}|[eE]\+?[0-9]{3}|NaN|Infinity")
+"""The bytes of every integer beyond 64 bits, of every float that is not finite, and of few other things."""
 
 
 def _representable(digits: str) -> int:
@@ -172,6 +173,19 @@ def _representable(digits: str) -> int:
     if len(digits) > 20 or not -_INT64 <= int(digits) < 2 * _INT64:
         raise invalid(f"The integer {digits[:24]}... does not fit into 64 bits.", None, "invalid_json")
     return int(digits)
+
+
+def _finite(number: str) -> float:
+    """A float inside free-form JSON, if it is one: what is beyond all floats would be written as null."""
+    value = float(number)
+    if math.isinf(value):
+        raise invalid(f"The number {number[:24]} is beyond every float.", None, "invalid_json")
+    return value
+
+
+def _no_number(name: str) -> float:
+    """``NaN`` and its like, which are not JSON."""
+    raise invalid(f"The body is not valid JSON: {name} is no number of JSON's.", None, "invalid_json")
 
 
 def refuse_unsupported(given: Iterable[tuple[str, JsonValue]], harmless: Mapping[str, JsonValue]) -> None:
@@ -187,13 +201,14 @@ def refuse_unsupported(given: Iterable[tuple[str, JsonValue]], harmless: Mapping
             raise unsupported(name, "this server cannot do it, and leaving it out would change the answer.")
 
 
-def _first_problem(problems: list[ErrorDetails]) -> ApiError:
-    # A union reports one problem per branch: the one that got deepest is the branch that was meant.
-    problem = max(problems, key=lambda p: len(p["loc"]))
-    path = field_path(problem["loc"])
+def _first_problem(problems: list[ErrorDetails], body: bytes) -> ApiError:
+    # A union reports one problem per branch: the one that got deepest is the branch that was meant, and of
+    # two that got as deep the one that has a type to its liking.
+    problem = max(problems, key=lambda p: (len(p["loc"]), not p["type"].endswith("_type")))
     kind = problem["type"]
     if kind == "json_invalid":
         return invalid(f"The body is not valid JSON: {problem['msg']}", None, "invalid_json")
+    path = field_path(problem["loc"], json.loads(body), absent=kind == "missing")
     if path is None:
         return invalid("The body must be a JSON object.", None, "invalid_type")
     if kind == "missing":
@@ -205,17 +220,23 @@ def _first_problem(problems: list[ErrorDetails]) -> ApiError:
     return invalid(f"Invalid value for '{path}': {problem['msg']}.", path)
 
 
-_BRANCHES = frozenset({"str", "int", "float", "bool", "none", "dict", "constrained-str", "constrained-float"})
+_MAX_NAME = 64
+"""Characters of a name that a client made up, where an error repeats it."""
 
 
-def field_path(location: tuple[int | str, ...]) -> str | None:
-    """``messages[0].content`` from pydantic's location, without the names of union branches."""
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part in _BRANCHES or "[" in part or "-" in part or part[:1].isupper():
-            continue
-        else:
-            path += f".{part}" if path else part
-    return path or None
+def field_path(location: Sequence[int | str], document: JsonValue, *, absent: bool) -> str | None:
+    """``messages[0].content`` from pydantic's location in ``document``; None is the document itself.
+
+    The location names branches of unions too, which are no part of the document; ``absent`` is that its last
+    step is not, either, but should be.
+    """
+    path, here = None, document
+    for number, step in enumerate(location, 1):
+        if isinstance(step, int):
+            path = f"{path or ''}[{step}]"
+            here = here[step] if isinstance(here, list) and step < len(here) else None
+        elif isinstance(here, dict) and (step in here or (absent and number == len(location))):
+            name = step[:_MAX_NAME]
+            path = name if path is None else f"{path}.{name}"
+            here = here.get(step)
+    return path

@@ -212,6 +212,7 @@ async def test_beside_functions(deploy_calling, harmony):
         ({"type": "grammar", "syntax": "lark", "definition": "start: <[200012]>"}, "format{}.definition"),
         ({"type": "grammar", "syntax": "regex", "definition": "(?=a)b"}, "format{}.definition"),
         ({"type": "grammar", "syntax": "regex", "definition": "("}, "format{}.definition"),
+        ({"type": "grammar", "syntax": "regex", "definition": "a)|(b"}, "format{}.definition"),
     ],
 )
 async def test_a_format_that_cannot_be_followed_is_named(deploy, form, param):

@@ -13,6 +13,13 @@ from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
 USER = {"role": "user", "content": "hi"}
 
 
+def calling(name: str) -> list[dict[str, object]]:
+    """A conversation in which a function of this name was called."""
+    call = {"id": "a", "type": "function", "function": {"name": name, "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "a", "content": "5"}
+    return [USER, {"role": "assistant", "tool_calls": [call]}, result]
+
+
 def error_of(response: httpx.Response, status: int) -> dict[str, str | None]:
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
@@ -94,6 +101,20 @@ BAD_REQUESTS = [
     ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"no_such_option": 1}, "no_such_option"),
+    ({"Temperature": 1}, "Temperature"),
+    ({"max-tokens": 1}, "max-tokens"),
+    ({"str": 1}, "str"),
+    ({"list[str]": 1}, "list[str]"),
+    ({"": 1}, ""),
+    ({"x" * 3000: 1}, "x" * 64),
+    ({"logit_bias": {"-5": "x"}}, "logit_bias.-5"),
+    ({"logit_bias": {"Abc": "x"}}, "logit_bias.Abc"),
+    ({"stop": {"str": 1}}, "stop.str"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"tool_choice": {"type": "custom", "name": "f"}}, "tool_choice.custom"),
+    ({"messages": calling("")}, "messages[1].tool_calls[0].function.name"),
+    ({"messages": calling("f to=functions.g")}, "messages[1].tool_calls[0].function.name"),
+    ({"messages": calling("f<|channel|>final")}, "messages[1].tool_calls[0].function.name"),
     ({"timeout_s": 0}, "timeout_s"),
 ]
 
@@ -110,6 +131,17 @@ async def test_bad_requests_name_the_field(deployment):
         assert error["param"] == param, (fields, error)
         assert error["code"], fields
     assert (await deployment.chat()).status_code == 200
+
+
+async def test_of_several_forms_the_one_that_was_meant_is_described(deployment):
+    error = error_of(await deployment.chat(stop=list("abcde")), 400)
+    assert "at most 4" in error["message"]
+    assert error["code"] == "invalid_value"
+
+
+async def test_calls_by_names_that_models_make_up_are_read_back(deployment):
+    for name in ("web-browsing", "größe", "a/b:c.d", "x" * 200):
+        assert (await deployment.chat(messages=calling(name))).status_code == 200, name
 
 
 async def test_harmless_values_are_accepted(deployment):
@@ -153,6 +185,25 @@ async def test_numbers_that_nothing_can_hold_are_the_clients_error(deployment):
     assert error_of(await deployment.chat(logit_bias={"9" * 3000: 1}), 400)["param"].startswith(
         "logit_bias.9"
     )
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "-1E+0400", "1" + "0" * 400 + ".0"])
+async def test_what_is_no_number_of_json_is_not_read_as_null(deployment, number):
+    item = {"role": "user", "content": "NaN, Infinity and 1e999"}
+    chat = {"model": "tiny", "messages": [item], "metadata": {"a": 0.125}}
+    response = {"model": "tiny", "input": [item], "metadata": {"a": 0.125}}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/responses", response)):
+        text = json.dumps(body)
+        answer = await deployment.http.post(path, content=text.replace("0.125", number))
+        assert error_of(answer, 400)["code"] == "invalid_json"
+        answer = await deployment.http.post(path, content=text.replace("0.125", "1e-999"))
+        assert answer.status_code == 200, answer.text
+
+
+async def test_a_deadline_that_has_passed_already(deployment):
+    response = await deployment.chat(timeout_s=1e-9)
+    assert response.status_code in (503, 504)
+    assert "-0" not in response.json()["error"]["message"]
 
 
 async def test_deep_nesting_is_no_crash(deployment):

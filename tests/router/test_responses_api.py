@@ -282,6 +282,9 @@ async def test_sealed_reasoning_comes_back(deploy, monkeypatch):
     ]
     assert (await respond(deployment, input=items)).status_code == 200
     assert seen[-1].messages[1].reasoning == "think ü"
+    items[1] = {"type": "reasoning", "summary": [], "content": "as a text"}
+    assert (await respond(deployment, input=items)).status_code == 200
+    assert seen[-1].messages[1].reasoning == "as a text"
     plain = (await respond(deployment)).json()
     assert plain["output"][0]["encrypted_content"] is None
 
@@ -346,6 +349,21 @@ async def test_logprobs(deploy):
         ({"messages": []}, "messages"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"Temperature": 1}, "Temperature"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "", "arguments": "{}"}]},
+            "input[0].name",
+        ),
+        (
+            {"input": [{"type": "custom_tool_call", "call_id": "c", "name": "a b", "input": "x"}]},
+            "input[0].name",
+        ),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}}},
+            "text.format.schema",
+        ),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"reasoning": {"effort": "none"}}, "reasoning.effort"),
