@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import sys
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import structlog
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from antiphon.router.openai.errors import ApiError, head_too_large, head_too_slow, invalid
@@ -25,6 +28,8 @@ MAX_HEAD_BYTES = 64 * 1024
 LINGER_S = 2.0
 """A refused client gets so long to stop sending and read why."""
 _STATE_KEY = "antiphon.connection"
+_OF_UPGRADES = frozenset({b"upgrade", b"http2-settings"})
+"""Headers that offer another protocol, and what ``Connection`` says of them."""
 
 
 class _Part(Enum):
@@ -50,6 +55,8 @@ class AbortableProtocol(HttpToolsProtocol):
     uvicorn waits for ever for a head, or for the rest of a body that nobody reads. Here one timer runs while
     either comes; the bodies of requests are bounded by who reads them (``request_body.py``), streams by the
     bound on slow readers. What is left of a whole answer must be read on, which the kernel watches.
+
+    A client that offers to go on in another protocol (Java's, in HTTP/2) is answered in this one.
     """
 
     head_timeout_s: float
@@ -65,6 +72,10 @@ class AbortableProtocol(HttpToolsProtocol):
     """Whether the data that is being parsed has some of a body."""
     _head_bytes = 0
     """Of a head that comes, or since the last byte of a body."""
+    _plain_head: bytes | None = None
+    """The head that the parser stopped behind, without its offer of another protocol."""
+    _rest_at = 0
+    """Where the data goes on behind that head."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected."""
@@ -85,6 +96,12 @@ class AbortableProtocol(HttpToolsProtocol):
             self._await_head()
         before, self._body_came = self._part, False
         super().data_received(data)
+        while self._plain_head is not None:
+            # Behind an upgrade, and even more behind one and "close", the parser reads no further request.
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own has them
+            data, self._plain_head = self._plain_head + data[self._rest_at :], None
+            super().data_received(data)
         if before is self._part and (
             before is _Part.HEAD_REST or (before is _Part.BODY and not self._body_came)
         ):
@@ -105,6 +122,9 @@ class AbortableProtocol(HttpToolsProtocol):
         self._head_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if self._head_bytes > MAX_HEAD_BYTES:
             raise _HeadTooLarge
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._plain_head = self._head_without_offer()
+            return
         super().on_headers_complete()  # which refuses a target that is no URL
         self._part, self._head_bytes = _Part.BODY, 0
         self._stop_timer()
@@ -116,6 +136,8 @@ class AbortableProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """A whole request is there."""
+        if self._plain_head is not None:
+            return  # its body is still to come, which the parser took for something else
         self._part = _Part.HEAD_BEGIN
         self._stop_timer()
         super().on_message_complete()
@@ -138,6 +160,27 @@ class AbortableProtocol(HttpToolsProtocol):
         """What came is no HTTP, or too much of it: say so in the API's own form, and close."""
         too_large = self._head_bytes > MAX_HEAD_BYTES
         self._refuse(head_too_large(MAX_HEAD_BYTES) if too_large else invalid(msg, None, "invalid_http"))
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                kept = [one.strip() for one in value.split(b",")]
+                value = b", ".join(one for one in kept if one.lower() not in _OF_UPGRADES)
+            if name not in _OF_UPGRADES:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join((*lines, b"", b""))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The parser stopped behind a head with such an offer, and says where."""
+        stopped = sys.exception()
+        if isinstance(stopped, httptools.HttpParserUpgrade):
+            self._rest_at = stopped.args[0]
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        unchunked: ASGI3Application = _Unchunked(app, cycle)  # type: ignore[arg-type, assignment]
+        super()._start_asgi_task(cycle, unchunked if cycle.scope["http_version"] == "1.0" else app)
 
     @property
     def _answering(self) -> bool:
@@ -208,6 +251,32 @@ def protocol_class(head_timeout_s: float, body_timeout_s: float) -> type[Abortab
         (AbortableProtocol,),
         {"head_timeout_s": head_timeout_s, "body_timeout_s": body_timeout_s},
     )
+
+
+class _Unchunked:
+    """An application for a client of HTTP/1.0, which knows no chunks.
+
+    A body that has no length ends with the connection.
+    """
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        has_length = True
+
+        async def send_unchunked(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not has_length:
+                self._cycle.chunked_encoding = False
+                self._cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, send_unchunked)
 
 
 class StreamedBody:

@@ -24,11 +24,13 @@ def post(body: bytes, *headers: bytes) -> bytes:
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
-async def exchange(deployment: Any, sent: bytes, answers: int = 1) -> list[tuple[int, bytes]]:
-    """Statuses and bodies of the answers to raw bytes, in the order in which they came."""
+async def exchange(deployment: Any, sent: bytes | list[bytes], answers: int = 1) -> list[tuple[int, bytes]]:
+    """Statuses and bodies of the answers to raw bytes, or pieces of them, in the order in which they came."""
     url = httpx.URL(deployment.server.url)
     reader, writer = await asyncio.open_connection(url.host, url.port)
-    writer.write(sent)
+    for piece in [sent] if isinstance(sent, bytes) else sent:
+        writer.write(piece)
+        await asyncio.sleep(0)
     got = []
     async with asyncio.timeout(60):
         for _ in range(answers):
@@ -189,3 +191,51 @@ async def test_reasoning_that_the_prompt_leaves_out_does_not_count(deploy):
     kept = {**body, "messages": [*turns, new, result]}
     response = await deployment.http.post("/v1/chat/completions", json=kept)
     assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+OFFER = (b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settings: AAEAAEAAAAIAAAABAAMAAABk")
+"""What Java's client puts before every first request to a server that it does not know."""
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 400])
+async def test_an_offer_of_another_protocol_is_declined_and_the_request_answered(deploy, pieces):
+    deployment = await deploy()
+    sent = post(json.dumps(CHAT).encode(), *OFFER) + post(
+        json.dumps(CHAT | {"stream": True}).encode(), *OFFER
+    )
+    size = -(-len(sent) // pieces)
+    got = await exchange(deployment, [sent[i : i + size] for i in range(0, len(sent), size)], 2)
+    assert [status for status, _ in got] == [200, 200]
+    assert json.loads(got[0][1])["choices"][0]["message"]["content"] == "hello"
+    assert b"data: [DONE]" in got[1][1]
+
+
+async def test_an_offer_keeps_what_else_the_head_says(deploy):
+    deployment = await deploy()
+    body = json.dumps(CHAT).encode()
+    chunked = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+    chunked += b"\r\n".join(OFFER) + b"\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    socket = GET.replace(b"host: x", b"host: x\r\nconnection: upgrade\r\nupgrade: websocket")
+    closing = post(b"{", b"connection: close, upgrade", b"upgrade: h2c")
+    got = await exchange(deployment, chunked + socket + closing, 3)
+    assert [status for status, _ in got] == [200, 200, 400]
+    broken = post(b"{}", *OFFER).replace(b"content-length: 2", b"content-length: two")
+    assert (await exchange(deployment, broken))[0][0] == 400
+    large = post(b"{}", b"x: " + b"y" * 70_000, *OFFER)
+    assert (await exchange(deployment, large))[0][0] == 431
+
+
+async def test_clients_of_http_1_0_get_no_chunks(deploy):
+    deployment = await deploy()
+    url = httpx.URL(deployment.server.url)
+    for fields, end in (({"stream": True}, b"data: [DONE]\n\n"), ({}, b"}")):
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(post(json.dumps(CHAT | fields).encode()).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        async with asyncio.timeout(60):
+            head, body = (await reader.read()).split(b"\r\n\r\n", 1)
+        writer.close()
+        assert head.split()[1] == b"200"
+        assert b"transfer-encoding" not in head.lower()
+        assert b"connection: close" in head.lower()
+        assert body.startswith((b"data: {", b"{"))
+        assert body.endswith(end)
