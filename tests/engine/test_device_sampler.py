@@ -115,6 +115,24 @@ def test_the_choice_is_the_plain_one(kit: Any, rows: list[dict[str, Any]], seed:
             sequence.token_ids.append(choice.token_id or 0)
 
 
+@pytest.mark.parametrize("more", [{}, {"top_k": 40}, {"top_p": 0.99}], ids=str)
+@pytest.mark.parametrize("of_another_way", [0, 1])
+def test_min_p_is_heeded_whoever_else_is_there(kit: Any, more: dict[str, Any], of_another_way: int) -> None:
+    """Some rows want it; all may be of one way, which is then not sorted out row by row."""
+    bench, rows = Bench(kit), 12
+    sampling = [{"temperature": 1.0, "seed": i, **more} for i in range(rows)]
+    without = [bench.sequence(f"w{i}", 0, **each) for i, each in enumerate(sampling)]
+    for each in sampling[1::2]:
+        each["min_p"] = 0.9
+    if of_another_way:
+        sampling[0] = {"temperature": 0.0}
+    sequences = [bench.sequence(f"s{i}", 0, **each) for i, each in enumerate(sampling)]
+    logits = _logits(rows, 9)
+    expected = _expected(logits, sequences)
+    assert expected[1::2] != _expected(logits, without)[1::2], "somebody would say something else without it"
+    assert bench.step(logits, sequences) == expected
+
+
 def test_rows_change_hands_without_a_trace(kit: Any) -> None:
     rng = random.Random(4)
     bench = Bench(kit)

@@ -186,7 +186,10 @@ def test_a_device_that_is_told_its_times_says_when_it_stood_still() -> None:
     assert runtime.waited_s - begin == pytest.approx(11, abs=0.1), "one behind the other, without a gap"
 
 
-def test_where_a_lone_prompt_holds_up_the_device() -> None:
+def test_where_a_lone_prompt_holds_up_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of a device so slow that no pause of this process, such as a collection of garbage, holds it up.
+    monkeypatch.setattr(LonePrompts, "MS_PER_TOKEN", 10.0)
+    monkeypatch.setattr(LonePrompts, "STEP_MS", 2000.0)
     prompts = LonePrompts(200, layer_groups=2)
     for case in (prompts.colocated, prompts.prefill, prompts.decode, prompts.both_halves):
         cost = case()

@@ -125,6 +125,20 @@ def test_a_full_layer_that_is_not_launched_ahead_still_lets_its_merge_begin_earl
     assert bool(full.options["PREFETCHED"]) is ahead, "nothing to fetch meanwhile"
 
 
+@pytest.mark.parametrize(("batch", "ahead"), [(1, None), (16, None), (17, True)])
+def test_up_to_16_sequences_a_full_layer_waits_for_its_projection(
+    batch: int, ahead: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to there the launch ahead is the one that streams the projection and leaves SMs one by one."""
+    full = Launched()
+    monkeypatch.setattr(decode, "_decode_full", full)
+    monkeypatch.setattr(split_parts, "_merge_splits", Launched())
+    layer, sequences, query, sinks = paged([65] * batch, [1] * batch)
+    kernel = DecodeAttention(batch, Q, G, D, query.device, pdl=True)
+    kernel.full(query, layer, sequences, sinks, SCALE, query)
+    assert full.options.get("launch_pdl") is ahead
+
+
 def test_splits_fill_the_device_only_while_the_batch_does_not() -> None:
     assert choose_splits(1, 8) == 32
     assert choose_splits(8, 8) == 5
