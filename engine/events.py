@@ -50,7 +50,7 @@ class KvWritten:
 
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
-    """A PREFILL_ONLY or COLOCATED request left the queue, and its first chunk is about to be computed.
+    """A PREFILL_ONLY or COLOCATED request left the queue: its first chunk is planned, or on its way already.
 
     The chunks of a PREFILL_ONLY request are as many as said here; those of a COLOCATED one may be smaller and
     more, since they share a step's tokens.
