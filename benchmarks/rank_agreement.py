@@ -6,6 +6,7 @@ rarely a near tie; or, of a published shape with random weights and few layers, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -83,7 +84,13 @@ def single_model(rank: Rank, about: Subject) -> LanguageModel:
     return plain
 
 
-def rank_model(rank: Rank, layout: ParallelLayout, about: Subject, resident_fp8: bool = False) -> RankModel:
+def rank_model(
+    rank: Rank,
+    layout: ParallelLayout,
+    about: Subject,
+    resident_fp8: bool = False,
+    few_tokens: bool = False,
+) -> RankModel:
     """This rank's part."""
     config, communicator = about.config, rank.group.communicator
     parameters = shard_parameters(config, layout, about.parameters(rank.device))
@@ -94,6 +101,7 @@ def rank_model(rank: Rank, layout: ParallelLayout, about: Subject, resident_fp8:
             *(config, layout, communicator, parameters, rank.device),
             row_reduce=rank.fused(limits_of(rank.size), config.hidden_size),
             resident_fp8=resident_fp8,
+            few_tokens=few_tokens,
         )
     plain = ParallelTransformer(config, layout, communicator, torch.float32)
     fill(plain, parameters)
@@ -129,6 +137,8 @@ def choices(model: LanguageModel, text: Tensor, device: torch.device, kv_heads: 
 def agreement(rank: Rank, name: str) -> None:
     """Share of positions with the same argmax as on one GPU, for experts dealt out whole and split.
 
+    On GPUs also with the projections made for few tokens, which every decode step of one text takes.
+
     Raises:
         RuntimeError: fewer than 99 % of a trained model's.
     """
@@ -140,8 +150,9 @@ def agreement(rank: Rank, name: str) -> None:
         del single
         rank.empty_cache()
     failed = []
-    for layout in rank.layouts():
-        spread = rank_model(rank, layout, about)
+    ways = (False, True) if rank.fast else (False,)
+    for layout, few_tokens in itertools.product(rank.layouts(), ways):
+        spread = rank_model(rank, layout, about, few_tokens=few_tokens)
         kv_heads = about.config.num_key_value_heads // rank.size
         found = [choices(spread, text, rank.device, kv_heads) for text in about.texts]
         if rank.rank == 0:

@@ -28,17 +28,31 @@ class AttentionBlock:
 
     Args:
         overlap: launches behind a projection of more than 16 tokens may begin while the ones ahead end.
+        heads: of queries, and of keys and values, on this device; None: all of the model's.
+        few_tokens: up to 16 tokens take the projections made for them, and decode launches may begin while
+            the ones ahead end; on the Hopper road.
     """
 
-    def __init__(self, config: GptOssConfig, device: torch.device, road: Road, overlap: bool = False) -> None:
+    def __init__(
+        self,
+        config: GptOssConfig,
+        device: torch.device,
+        road: Road,
+        overlap: bool = False,
+        *,
+        heads: tuple[int, int] | None = None,
+        few_tokens: bool = True,
+    ) -> None:
         self._config, self._device = config, device
+        self._heads, self._kv_heads = heads or (config.num_attention_heads, config.num_key_value_heads)
         self._hopper = road is Road.HOPPER
+        self._few = self._hopper and few_tokens
         self._overlap = overlap
         self._rotation = rotation_of(config, device)
         self._attention = PagedAttention(
-            *(config.num_attention_heads, config.num_key_value_heads, config.head_dim, device),
+            *(self._heads, self._kv_heads, config.head_dim, device),
             hopper=self._hopper,
-            pdl=self._hopper,
+            pdl=self._few,
             overlap=overlap,
         )
         self._fp8_buffers = Workspaces(partial(ProjectionWorkspace, device=device))
@@ -63,8 +77,8 @@ class AttentionBlock:
     ) -> Tensor:
         """QKV, rotation, page write, attention. normed [T, H] -> [T, Q, D]."""
         tokens = normed.shape[0]
-        heads, dim = self._config.num_attention_heads, self._config.head_dim
-        query = torch.empty(tokens, heads, dim, dtype=normed.dtype, device=normed.device)
+        shape = tokens, self._heads, self._config.head_dim
+        query = torch.empty(*shape, dtype=normed.dtype, device=normed.device)
         if self._skinny(tokens):
             self._project_few(normed, weights, positions, kv_layer, sequences.slot, query)
         else:
@@ -74,7 +88,7 @@ class AttentionBlock:
             if self._hopper:
                 chunk_rope_and_write(*rotation, query, self._overlap)
             else:
-                rope_and_write(*rotation, heads, query)
+                rope_and_write(*rotation, self._heads, query)
         return self._attention(query, kv_layer, sequences, weights.sinks, window)
 
     def _project_few(
@@ -99,7 +113,7 @@ class AttentionBlock:
     @cached_property
     def _few_tokens(self) -> FewTokens:
         """All layers' room; steps are warmed up before they are captured."""
-        return FewTokens(self._config.num_key_value_heads, self._device)
+        return FewTokens(self._kv_heads, self._device)
 
     def add_output_(self, x: Tensor, mixed: Tensor, weights: LayerWeights) -> Tensor | None:
         """``x += mixed W^T + b`` in place; returns its norm, or None where the router norms x itself."""
@@ -112,10 +126,17 @@ class AttentionBlock:
         behind = (delta, x, weights.mlp_norm, self._config.rms_norm_eps)
         return chunk_norm.add_rms_norm_(*behind, self._overlap) if self._hopper else add_rms_norm_(*behind)
 
+    def output_part(self, mixed: Tensor, weights: LayerWeights) -> Tensor:
+        """``mixed W^T + b`` [T, H] of this device's heads, before a sum over ranks."""
+        mixed = mixed.view(mixed.shape[0], -1)
+        if self._skinny(mixed.shape[0]) and mixed.shape[1] in skinny.PART_WIDTHS:
+            return skinny.partial_projection(mixed, weights.out_weight, weights.out_bias, pdl=True)
+        return torch.nn.functional.linear(mixed, weights.out_weight, weights.out_bias)
+
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor, fp8: Fp8Projection | None) -> Tensor:
         if fp8 is not None and x.shape[0] >= fp8_projection.MIN_TOKENS:
             return fp8_projection.project(x, fp8, self._fp8_buffers.of(x.shape[0]))
         return torch.nn.functional.linear(x, weight, bias)
 
     def _skinny(self, tokens: int) -> bool:
-        return self._hopper and tokens <= skinny.MAX_TOKENS
+        return self._few and tokens <= skinny.MAX_TOKENS

@@ -17,9 +17,12 @@ struct OneShot {
   uint32_t* counts;              // [max rows], launches so far
   Following following;
   int rank, ranks, chunks, max_rows;
+  bool overlap;  // with the launch that follows
 };
 
 __global__ void __launch_bounds__(kReduceThreads) one_shot(const OneShot a) {
+  if (a.overlap) grid_dependency_trigger();  // what follows fetches its weights while ranks wait for one another
+  grid_dependency_wait();
   const int row = blockIdx.x;
   const uint32_t count = a.counts[row] + 1;
   const size_t place = (static_cast<size_t>(count & 1) * a.max_rows + row) * a.chunks;
@@ -50,7 +53,8 @@ __global__ void __launch_bounds__(kReduceThreads) one_shot(const OneShot a) {
 
 extern "C" int antiphon_one_shot_add_norm(const void* const* rows_of, void* const* words_of, const void* x,
                                           void* residual, const void* weight, void* out, void* counts, float eps,
-                                          int rows, int width, int max_rows, int rank, int ranks, void* stream) {
+                                          int rows, int width, int max_rows, int rank, int ranks, int overlap,
+                                          void* stream) {
   if (rows < 1 || rows > max_rows || ranks < 1 || ranks > antiphon::kMaxRanks || width % 8 != 0) {
     return cudaErrorInvalidValue;
   }
@@ -66,5 +70,6 @@ extern "C" int antiphon_one_shot_add_norm(const void* const* rows_of, void* cons
   a.ranks = ranks;
   a.chunks = width / 8;
   a.max_rows = max_rows;
-  return antiphon::launch_rows(antiphon::one_shot, a, rows, stream);
+  a.overlap = overlap != 0;
+  return antiphon::launch_rows(antiphon::one_shot, a, rows, overlap != 0, stream);
 }

@@ -41,11 +41,14 @@ class OneShotReduce:
         self._counts = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._launch = library().antiphon_one_shot_add_norm
 
-    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_norm_(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, overlap: bool = False
+    ) -> Tensor:
         """``residual += sum of x over ranks`` in place, then its RMSNorm, which is returned.
 
         Args:
             x, residual: [T, width] bf16 contiguous, T at most ``max_rows``. weight: [width] bf16.
+            overlap: the launch may begin while the one ahead ends, and lets the next one do so.
 
         Raises:
             ValueError: another shape or dtype.
@@ -55,7 +58,7 @@ class OneShotReduce:
         status = self._launch(
             *(self._rows_of, self._words_of, x.data_ptr(), residual.data_ptr(), weight.data_ptr()),
             *(out.data_ptr(), self._counts.data_ptr(), eps, x.shape[0], self._width, self.max_rows),
-            *(self._rank, self._ranks, torch.cuda.current_stream(x.device).cuda_stream),
+            *(self._rank, self._ranks, int(overlap), torch.cuda.current_stream(x.device).cuda_stream),
         )
         check_launch(status, "one_shot_add_norm")
         return out

@@ -37,7 +37,7 @@ inline void wait_for(const uint32_t* word, uint32_t count) {
 inline uint4 read_peer(const uint4* at) { return *at; }
 
 template <typename Arguments>
-inline int launch_rows(void (*kernel)(Arguments), const Arguments& arguments, int rows, void*) {
+inline int launch_rows(void (*kernel)(Arguments), const Arguments& arguments, int rows, bool, void*) {
   on_host::run_grid(kernel, dim3(rows), dim3(kReduceThreads), arguments);
   return 0;
 }
@@ -65,10 +65,26 @@ __device__ __forceinline__ uint4 read_peer(const uint4* at) {
   return value;
 }
 
+// See the like in moe/csrc/hopper.cuh.
+__device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void grid_dependency_trigger() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// With `overlap` the kernel may start while its predecessor drains; it calls grid_dependency_wait() first of all.
 template <typename Arguments>
-inline int launch_rows(void (*kernel)(Arguments), const Arguments& arguments, int rows, void* stream) {
-  kernel<<<rows, kReduceThreads, 0, static_cast<cudaStream_t>(stream)>>>(arguments);
-  return cudaGetLastError();
+inline int launch_rows(void (*kernel)(Arguments), const Arguments& arguments, int rows, bool overlap, void* stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(rows);
+  config.blockDim = dim3(kReduceThreads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, arguments);
 }
 
 #endif

@@ -33,7 +33,7 @@ def library() -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int
     tensors = (pointer,) * 5
     sizes = (ctypes.c_float, *(number,) * 5, pointer)
-    found.antiphon_one_shot_add_norm.argtypes = [pointer, pointer, *tensors, *sizes]
+    found.antiphon_one_shot_add_norm.argtypes = [pointer, pointer, *tensors, *sizes[:-1], number, pointer]
     found.antiphon_two_shot_add_norm.argtypes = [pointer, pointer, pointer, pointer, *tensors, *sizes]
     return found
 

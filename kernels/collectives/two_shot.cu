@@ -81,5 +81,5 @@ extern "C" int antiphon_two_shot_add_norm(const void* const* rows_of, void* cons
   a.rank = rank;
   a.ranks = ranks;
   a.chunks = width / 8;
-  return antiphon::launch_rows(antiphon::two_shot, a, rows, stream);
+  return antiphon::launch_rows(antiphon::two_shot, a, rows, false, stream);
 }

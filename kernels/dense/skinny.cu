@@ -21,7 +21,7 @@ using bf16 = __nv_bfloat16;
 
 constexpr int kTileRows = 8;
 
-enum class Epilogue { kQkvRope, kResidual, kLogits };
+enum class Epilogue { kQkvRope, kResidual, kPlain, kLogits };
 
 struct Args {
   const bf16* x;       // [T, K]
@@ -41,6 +41,8 @@ struct Args {
   int page_size;
   // kResidual
   bf16* residual;  // [T, N], updated in place
+  // kPlain
+  bf16* out;  // [T, N]
   // kLogits
   float* logits;  // [T, N]
 };
@@ -67,6 +69,9 @@ using HiddenFew = Shape<9, 10, 8, 4>;
 using HiddenMore = Shape<9, 10, 16, 4>;
 using QueryFew = Shape<16, 8, 8, 3>;
 using QueryMore = Shape<16, 8, 16, 3>;
+// Of a rank that has a part of the query's width: all of a block's tiles are on their way at once.
+template <int CHUNKS, int TOKENS>
+using QueryPart = Shape<16, CHUNKS, TOKENS, 3>;
 
 // Names of the hardware barriers; 0 is __syncthreads().
 constexpr int kFilledBarrier = 1;    // + buffer of partial sums
@@ -183,6 +188,9 @@ __device__ __forceinline__ void store(const Args& a, const Operands& o, float su
   if constexpr (EPILOGUE == Epilogue::kResidual) {
     if (live) a.residual[static_cast<size_t>(token) * a.rows + n] = __float2bfloat16_rn(sum + __bfloat162float(o.before));
   }
+  if constexpr (EPILOGUE == Epilogue::kPlain) {
+    if (live) a.out[static_cast<size_t>(token) * a.rows + n] = __float2bfloat16_rn(sum);
+  }
   if constexpr (EPILOGUE == Epilogue::kQkvRope) {
     const float other = __shfl_xor_sync(0xFFFFFFFFu, sum, 4);  // the other half of the rotary pair
     const float turned = r < 4 ? sum * o.turn.x - other * o.turn.y : sum * o.turn.x + other * o.turn.y;
@@ -272,6 +280,12 @@ int start(const Args& a, int grid, int pdl, void* stream) {
                 static_cast<cudaStream_t>(stream), pdl != 0, a);
 }
 
+template <int CHUNKS>
+int start_part(const Args& a, int grid, int pdl, void* stream) {
+  return a.tokens <= 8 ? start<QueryPart<CHUNKS, 8>, Epilogue::kPlain>(a, grid, pdl, stream)
+                       : start<QueryPart<CHUNKS, 16>, Epilogue::kPlain>(a, grid, pdl, stream);
+}
+
 }  // namespace
 }  // namespace antiphon::skinny
 
@@ -315,6 +329,25 @@ int antiphon_output_projection(const void* x, const void* weight, const void* bi
   a.residual = static_cast<bf16*>(residual);
   return tokens <= 8 ? start<QueryFew, Epilogue::kResidual>(a, grid, pdl, stream)
                      : start<QueryMore, Epilogue::kResidual>(a, grid, pdl, stream);
+}
+
+// out = x W^T + bias of a rank's columns of x: 512, 1024 or 2048 of them, rows a multiple of 8.
+int antiphon_partial_projection(const void* x, const void* weight, const void* bias, void* out, int tokens, int columns,
+                                int rows, int grid, int pdl, void* stream) {
+  using namespace antiphon::skinny;
+  Args a = {};
+  a.x = static_cast<const bf16*>(x);
+  a.weight = static_cast<const bf16*>(weight);
+  a.bias = static_cast<const bf16*>(bias);
+  a.tokens = tokens;
+  a.rows = rows;
+  a.out = static_cast<bf16*>(out);
+  switch (columns) {
+    case 512: return start_part<1>(a, grid, pdl, stream);
+    case 1024: return start_part<2>(a, grid, pdl, stream);
+    case 2048: return start_part<4>(a, grid, pdl, stream);
+    default: return cudaErrorInvalidValue;
+  }
 }
 
 // Unembedding of normed hidden states; logits in float32. K = 2880, rows a multiple of 8.

@@ -18,6 +18,8 @@ from antiphon.kernels.cuda_library import CudaLibrary, check_launch
 MAX_TOKENS = 16
 HIDDEN = 2880
 QUERY_WIDTH = 4096
+PART_WIDTHS = (512, 1024, 2048)
+"""Of the query's width, what a rank of eight, four or two has."""
 
 _HERE = Path(__file__).parent
 LIBRARY = CudaLibrary(
@@ -35,6 +37,9 @@ def _library() -> ctypes.CDLL:
     ]
     library.antiphon_output_projection.argtypes = [
         *(pointer, pointer, pointer, pointer, number, number, number, number, pointer)
+    ]
+    library.antiphon_partial_projection.argtypes = [
+        *(pointer, pointer, pointer, pointer, number, number, number, number, number, pointer)
     ]
     library.antiphon_logits.argtypes = [*(pointer, pointer, pointer, number, number, number, number, pointer)]
     return library
@@ -134,6 +139,33 @@ def output_projection_(
     )
     check_launch(status, "output_projection")
     return residual
+
+
+def partial_projection(x: Tensor, weight: Tensor, bias: Tensor, pdl: bool = False) -> Tensor:
+    """A rank's part of the output projection: ``x @ weight.T + bias``.
+
+    Args:
+        x: [T, W] bf16, 1 <= T <= 16, W one of PART_WIDTHS. weight: [H, W] bf16, H a multiple of 8. bias: [H]
+            bf16; zero on all ranks but one, whose parts are summed.
+
+    Returns:
+        [T, H] bf16.
+    """
+    tokens, width = x.shape
+    rows = weight.shape[0]
+    _require_projection(tokens, rows)
+    if width not in PART_WIDTHS:
+        raise ValueError(f"{width} columns, expected one of {PART_WIDTHS}")
+    _require(x, (tokens, width), torch.bfloat16, "x")
+    _require(weight, (rows, width), torch.bfloat16, "weight")
+    _require(bias, (rows,), torch.bfloat16, "bias")
+    out = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
+    status = _library().antiphon_partial_projection(
+        *(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr(), tokens, width, rows),
+        *_launch_options(x, pdl),
+    )
+    check_launch(status, "partial_projection")
+    return out
 
 
 def logits(x: Tensor, weight: Tensor, out: Tensor, pdl: bool = False) -> Tensor:

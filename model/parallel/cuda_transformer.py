@@ -16,18 +16,15 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.attention import prefill_hopper
+from antiphon.kernels.dense import skinny
 from antiphon.kernels.dense.norm import add_rms_norm_, rms_norm
-from antiphon.kernels.dense.rope import rope_and_write
-from antiphon.kernels.fp8_pages import KvLayer
 from antiphon.kernels.moe import chunk_norm
 from antiphon.kernels.moe.streamed import DIM, SPLIT_COLUMNS
-from antiphon.kernels.reference import PagedSequences
 from antiphon.model.config import GptOssConfig
 from antiphon.model.converted_experts import ConvertedExperts
-from antiphon.model.cuda_paged_attention import PagedAttention, rotation_of
-from antiphon.model.cuda_roads import hopper_obstacle
+from antiphon.model.cuda_attention import AttentionBlock
+from antiphon.model.cuda_roads import Road, hopper_obstacle
 from antiphon.model.cuda_weights import (
-    LayerWeights,
     add_hopper_layers,
     collect_parameters,
     layer_experts,
@@ -46,7 +43,9 @@ class RowReduce(Protocol):
 
     max_rows: int
 
-    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_norm_(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, overlap: bool = False
+    ) -> Tensor:
         """``residual += sum of x over ranks`` in place, then its RMSNorm, which is returned."""
 
     def close(self) -> None:
@@ -73,6 +72,8 @@ class CudaRankTransformer:
         with_unembedding: False leaves the output projection out (prefill workers never sample).
         resident_fp8: where experts are dealt out whole on an H200, hold their FP8 form beside the 4-bit one.
         dtype: bfloat16; float32 where Triton interprets its kernels.
+        few_tokens: steps of up to 16 tokens take the projections made for them, and launches may begin while
+            the ones ahead end, where the kernels for an H200 run. Not measured yet.
         converted: this rank's experts of all layers as Hopper's kernels read them, where it takes those (see
             ``takes_hopper_experts``); their matrices are then not among ``parameters``. None converts those.
 
@@ -95,6 +96,7 @@ class CudaRankTransformer:
         resident_fp8: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         converted: Sequence[ConvertedExperts] | None = None,
+        few_tokens: bool = False,
     ) -> None:
         if (communicator.rank, communicator.size) != (layout.rank, layout.tensor_parallel):
             raise ConfigError(
@@ -107,8 +109,11 @@ class CudaRankTransformer:
         self._communicator = communicator
         self._row_reduce = row_reduce
         self._on_hopper = device.type == "cuda" and hopper_obstacle(config, device) is None
+        self._few_tokens = self._on_hopper and few_tokens
         if self._on_hopper:
             prefill_hopper.LIBRARY.load()
+        if self._few_tokens:
+            skinny.LIBRARY.load()
         tensors = collect_parameters(parameters, device, not with_unembedding, dtype)
         self._embedding = tensors.pop("embedding.weight")
         self._norm = tensors.pop("norm.scale")
@@ -118,9 +123,11 @@ class CudaRankTransformer:
         self._experts = self._make_experts(tensors, converted, resident_fp8)
         if tensors:
             raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
-        self._rotation = rotation_of(config, device)
-        heads, kv_heads = len(self.shape.heads), len(self.shape.kv_heads)
-        self._attend = PagedAttention(heads, kv_heads, config.head_dim, device, hopper=self._on_hopper)
+        self._attention = AttentionBlock(
+            *(config, device, Road.HOPPER if self._on_hopper else Road.PORTABLE),
+            heads=(len(self.shape.heads), len(self.shape.kv_heads)),
+            few_tokens=self._few_tokens,
+        )
 
     def _make_experts(
         self,
@@ -147,7 +154,8 @@ class CudaRankTransformer:
         sums = "the communicator"
         if self._row_reduce is not None:
             sums = f"peer memory up to {self._row_reduce.max_rows} rows"
-        return f"{self.layout.name}, {self._experts.road} experts, sums over {sums}"
+        few = ", projections made for few tokens" if self._few_tokens else ""
+        return f"{self.layout.name}, {self._experts.road} experts, sums over {sums}{few}"
 
     @property
     def inexact_blocks(self) -> tuple[int, int]:
@@ -161,7 +169,7 @@ class CudaRankTransformer:
     def reserve_for_chunks(self, kv: KvLayers) -> None:
         """See ``model.forward.ReservesForPages``; all full layers use the same room."""
         for layer in self.config.full_layers[:1]:
-            self._attend.reserve_for_chunks(kv.layer(layer), self.dtype)
+            self._attention.reserve_for_chunks(kv.layer(layer), self.dtype)
 
     @torch.no_grad()
     def forward(
@@ -176,15 +184,15 @@ class CudaRankTransformer:
         for index, weights in enumerate(self._layers):
             window = self.config.sliding_window if self.config.is_sliding(index) else None
             sequences = batch.full if window is None else batch.sliding
-            mixed = self._attention(normed, weights, batch.positions, kv.layer(index), sequences, window)
+            mixed = self._attention.attend(
+                normed, weights, batch.positions, kv.layer(index), sequences, window
+            )
             if self._unembedding is None and index + 1 == len(self._layers):
                 # Nobody samples from this model, and the last layer's keys and values are in their pages.
                 if after_layer is not None:
                     after_layer(index)
                 return normed
-            flat = mixed.view(x.shape[0], -1)
-            delta = torch.nn.functional.linear(flat, weights.out_weight, weights.out_bias)
-            normed = self._add_norm(delta, x, weights.mlp_norm)
+            normed = self._add_norm(self._attention.output_part(mixed, weights), x, weights.mlp_norm)
             following = self._layers[index + 1].attn_norm if index + 1 < len(self._layers) else self._norm
             normed = self._add_norm(
                 self._experts.delta(index, normed, batch.full.query_start[-1:]), x, following
@@ -248,7 +256,7 @@ class CudaRankTransformer:
         weight, eps = self._layers[0].attn_norm, self.config.rms_norm_eps
         if self._row_reduce is not None and part.shape[0] <= self._row_reduce.max_rows:
             x = torch.zeros_like(part)
-            return x, self._row_reduce.add_norm_(part, x, weight, eps)
+            return x, self._row_reduce.add_norm_(part, x, weight, eps, self._few_tokens)
         x = self._communicator.all_reduce(part)
         return x, rms_norm(x, weight, eps)
 
@@ -256,33 +264,18 @@ class CudaRankTransformer:
         """``x += sum of delta over ranks`` in place, and its norm."""
         eps = self.config.rms_norm_eps
         if self._row_reduce is not None and x.shape[0] <= self._row_reduce.max_rows:
-            return self._row_reduce.add_norm_(delta, x, weight, eps)
+            return self._row_reduce.add_norm_(delta, x, weight, eps, self._few_tokens)
         return self._add_rms_norm_(self._communicator.all_reduce(delta), x, weight, eps)
-
-    def _attention(
-        self,
-        normed: Tensor,
-        weights: LayerWeights,
-        positions: Tensor,
-        kv_layer: KvLayer,
-        sequences: PagedSequences,
-        window: int | None,
-    ) -> Tensor:
-        """QKV, rotation, page write, attention of this rank's heads. normed [T, H] -> [T, Q / ranks, D]."""
-        tokens, heads, dim = normed.shape[0], len(self.shape.heads), self.config.head_dim
-        query = torch.empty(tokens, heads, dim, dtype=normed.dtype, device=normed.device)
-        qkv = torch.nn.functional.linear(normed, weights.qkv_weight, weights.qkv_bias)
-        rotation = (qkv, positions, sequences.slot, self._rotation, kv_layer)
-        if self._on_hopper:
-            prefill_hopper.chunk_rope_and_write(*rotation, query)
-        else:
-            rope_and_write(*rotation, heads, query)
-        return self._attend(query, kv_layer, sequences, weights.sinks, window)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
         """[M, H] -> [M, V / ranks] float32."""
         if self._unembedding is None:
             raise RuntimeError("this model was loaded without its output projection; it cannot sample")
+        if self._few_tokens and hidden.shape[0] <= skinny.MAX_TOKENS:
+            out = torch.empty(
+                hidden.shape[0], self._unembedding.shape[0], dtype=torch.float32, device=hidden.device
+            )
+            return skinny.logits(hidden.contiguous(), self._unembedding, out, pdl=True)
         if hidden.device.type == "cuda":
             return torch.mm(hidden, self._unembedding.t(), out_dtype=torch.float32)
         return torch.mm(hidden.float(), self._unembedding.float().t())

@@ -200,11 +200,15 @@ class FusedReduce:
             memory = shared(two_shot_bytes(rows, width, ranks))
             self._ways.append(TwoShotReduce(memory, rank, rows, width, device))
 
-    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See ``OneShotReduce.add_norm_``; at most ``max_rows`` rows."""
+    def add_norm_(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, overlap: bool = False
+    ) -> Tensor:
+        """See ``OneShotReduce.add_norm_``; at most ``max_rows`` rows. Sums in two shots never overlap."""
         way = next((way for way in self._ways if x.shape[0] <= way.max_rows), None)
         if way is None:
             raise ValueError(f"{x.shape[0]} rows, the memory is for 1 to {self.max_rows}")
+        if isinstance(way, OneShotReduce):
+            return way.add_norm_(x, residual, weight, eps, overlap)
         return way.add_norm_(x, residual, weight, eps)
 
     def close(self) -> None:

@@ -89,6 +89,23 @@ def test_every_output_projection_is_the_same(tokens: int, pdl: bool, beside: boo
 
 @alone_and_beside_copies
 @pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("width", skinny.PART_WIDTHS)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_every_part_of_the_output_projection_is_the_same(
+    tokens: int, width: int, pdl: bool, beside: bool
+) -> None:
+    torch.manual_seed(tokens)
+    rows = skinny.HIDDEN
+    x, weight, bias = bf16(2, tokens, width), bf16(rows, width, scale=width**-0.5), bf16(rows)
+
+    def launch(turn: int, out: Tensor) -> None:
+        out.copy_(skinny.partial_projection(x[turn], weight, bias, pdl=pdl))
+
+    check_launches(launch, torch.full((tokens, rows), float("nan"), device="cuda").bfloat16(), beside=beside)
+
+
+@alone_and_beside_copies
+@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16])
 def test_all_logits_are_the_same(tokens: int, pdl: bool, beside: bool) -> None:
     torch.manual_seed(tokens)
@@ -127,6 +144,38 @@ def test_output_projection_adds_to_the_residual(tokens: int) -> None:
     skinny.output_projection_(x, weight, bias, residual[:tokens], pdl=True)
     assert relative_error(residual, expected) <= 3e-3
     assert torch.equal(residual[tokens].float(), expected[tokens])
+
+
+@pytest.mark.parametrize("width", skinny.PART_WIDTHS)
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+def test_parts_of_the_output_projection(tokens: int, width: int) -> None:
+    torch.manual_seed(tokens)
+    rows = skinny.HIDDEN
+    x, weight, bias = bf16(tokens, width), bf16(rows, width, scale=width**-0.5), bf16(rows)
+    out = skinny.partial_projection(x, weight, bias, pdl=True)
+    assert relative_error(out, reference.linear(x.float(), weight.float(), bias.float())) <= 3e-3
+
+
+@pytest.mark.parametrize("query_heads", [8, 16, 32])
+def test_qkv_of_a_ranks_heads(query_heads: int) -> None:
+    """Eight, four and two ranks; of the query, the keys and the values each its part of the heads."""
+    torch.manual_seed(query_heads)
+    kv_heads, tokens = query_heads // 8, 3
+    rows = (query_heads + 2 * kv_heads) * 64
+    inv_freq, concentration = reference.yarn_inv_freq(64, 150000.0, 32.0, 4096, 32.0, 1.0)
+    inv_freq = inv_freq.cuda()
+    x, weight, bias = bf16(tokens, skinny.HIDDEN), bf16(rows, skinny.HIDDEN, scale=1 / 54), bf16(rows)
+    positions, slot = torch.tensor([5, 4000, 0], device="cuda"), torch.tensor([3, -1, 70], device="cuda")
+    pages = torch.full((2, kv_heads, 2, PAGE, 64), 9.0, device="cuda").bfloat16()
+    plain = pages.float()
+    query = torch.full((tokens, query_heads, 64), float("nan"), device="cuda").bfloat16()
+    table = rotation_table(inv_freq, concentration, 5000)
+    skinny.qkv_rope(x, weight, bias, positions, slot, table, pages, query, pdl=True)
+    qkv = reference.linear(x.float(), weight.float(), bias.float()).view(tokens, -1, 64)
+    q, k, v = qkv.split([query_heads, kv_heads, kv_heads], 1)
+    reference.write_kv(reference.rope(k, positions, inv_freq, concentration), v, plain, slot)
+    assert relative_error(query, reference.rope(q, positions, inv_freq, concentration)) <= 3e-3
+    assert relative_error(pages, plain) <= 3e-3
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 16])

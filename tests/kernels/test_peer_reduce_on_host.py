@@ -57,6 +57,7 @@ class Ranks:
                 *self.places(),
                 *(parts[rank], residuals[rank], weight, outs[rank], self.counts[rank], EPS),
                 *(rows, WIDTH, MAX_ROWS, rank, self.ranks),
+                *((1,) if self.way == "one_shot" else ()),
             )
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.ranks)]

@@ -73,6 +73,21 @@ def test_output_projection_adds_to_the_residual(library: Any, tokens: int) -> No
     assert torch.equal(residual[tokens].float(), expected[tokens])
 
 
+@pytest.mark.parametrize("width", [512, 1024, 2048])
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+def test_parts_of_the_output_projection(library: Any, tokens: int, width: int) -> None:
+    torch.manual_seed(tokens)
+    rows = 104
+    x, weight, bias = bf16(tokens, width), bf16(rows, width, scale=width**-0.5), bf16(rows)
+    out = torch.full((tokens + 1, rows), 7.0).bfloat16()
+    library.call(
+        "partial_projection",
+        *(x, weight, bias, out, tokens, width, rows, BLOCKS, 0),
+    )
+    assert error(out[:tokens], reference.linear(x.float(), weight.float(), bias.float())) <= 3e-3
+    assert bool((out[tokens] == 7.0).all())
+
+
 @pytest.mark.parametrize("tokens", [2, 11])
 def test_logits(library: Any, tokens: int) -> None:
     torch.manual_seed(tokens)

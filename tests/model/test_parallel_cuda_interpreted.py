@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.kernels.attention import prefill_hopper
 from antiphon.kernels.dense.norm import add_rms_norm_
 from antiphon.kernels.dense.rope import rope_and_write
 from antiphon.kernels.reference import PagedSequences
+from antiphon.model import cuda_attention
 from antiphon.model.checkpoint.load import fill
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.config import GptOssConfig
@@ -69,9 +69,12 @@ class CountedReduce:
         self.max_rows = max_rows
         self.calls = 0
 
-    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_norm_(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, overlap: bool = False
+    ) -> Tensor:
         self.calls += 1
         assert x.shape[0] <= self.max_rows
+        assert not overlap
         return add_rms_norm_(self._group.communicator.all_reduce(x), residual, weight, eps)
 
     def close(self) -> None:
@@ -166,12 +169,19 @@ def test_a_rank_on_an_h200_rotates_by_the_kernel_made_for_it(
     rotated: list[int] = []
 
     def rotate(
-        qkv: Tensor, positions: Tensor, slot: Tensor, table: Tensor, kv: Tensor, query: Tensor
+        qkv: Tensor,
+        positions: Tensor,
+        slot: Tensor,
+        table: Tensor,
+        kv: Tensor,
+        query: Tensor,
+        overlap: bool,
     ) -> Tensor:
+        assert not overlap
         rotated.append(query.shape[1])
         return rope_and_write(qkv, positions, slot, table, kv, query.shape[1], query)
 
-    monkeypatch.setattr(prefill_hopper, "chunk_rope_and_write", rotate)
+    monkeypatch.setattr(cuda_attention, "chunk_rope_and_write", rotate)
     tokens = torch.randint(0, config.vocab_size, (19,), generator=torch.Generator().manual_seed(2))
 
     def work(group: RankGroup) -> None:
@@ -182,7 +192,7 @@ def test_a_rank_on_an_h200_rotates_by_the_kernel_made_for_it(
         )
         pages = []
         for hopper in (False, True):
-            model._on_hopper = hopper
+            model._attention._hopper = hopper
             shape = (4, len(model.shape.kv_heads), 2, 16, config.head_dim)
             layers = [torch.zeros(shape) for _ in range(config.num_hidden_layers)]
             model.forward(padded_chunk(tokens, 24), SimpleNamespace(layer=layers.__getitem__))

@@ -165,6 +165,14 @@ def _output_projection(machine: Machine) -> None:
         skinny.output_projection_(x, weight, bias, residual, pdl=pdl)
 
 
+@case("partial_projection")
+def _partial_projection(machine: Machine) -> None:
+    for width in skinny.PART_WIDTHS:
+        weight, bias = machine.random(skinny.HIDDEN, width), machine.random(skinny.HIDDEN)
+        for tokens, pdl in ((1, False), (9, True)):
+            skinny.partial_projection(machine.random(tokens, width), weight, bias, pdl=pdl)
+
+
 @case("logits")
 def _logits(machine: Machine) -> None:
     weight = machine.random(1048, skinny.HIDDEN)
@@ -325,6 +333,8 @@ def _reduce_add_norm(machine: Machine) -> None:
         for rows in (1, 3):
             x, residual = machine.random(rows, DIM), machine.random(rows, DIM)
             reduce.add_norm_(x, residual, machine.random(DIM), 1e-5)
+            if isinstance(reduce, OneShotReduce):
+                reduce.add_norm_(x, residual, machine.random(DIM), 1e-5, overlap=True)
 
 
 @case("rms_norm")
