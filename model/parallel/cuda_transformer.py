@@ -125,6 +125,7 @@ class CudaRankTransformer:
             raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
         self._attention = AttentionBlock(
             *(config, device, Road.HOPPER if self._on_hopper else Road.PORTABLE),
+            overlap=self._few_tokens,
             heads=(len(self.shape.heads), len(self.shape.kv_heads)),
             few_tokens=self._few_tokens,
         )
