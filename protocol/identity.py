@@ -22,6 +22,8 @@ PROTOCOL_VERSION = 8
 6: messages of a handshake say of which they are (``handshake`` of KvHello, KvWelcome, KvRefused, KvProbe and
    KvProbeResult).
 7: of three layer groups and more, the last is one layer of each page group (``layer_groups.layer_range``).
+8: announcements of writes are numbered, and their answers say of which they are (``announcement`` of
+   AnnounceWrites, GrantWrites and RefuseWrites).
 """
 
 FP8_E4M3 = "fp8_e4m3"
