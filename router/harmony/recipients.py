@@ -61,10 +61,11 @@ def function_of(recipient: str, names: frozenset[str] | None) -> FunctionRecipie
     know. Without the namespace a declared name is a function; an undeclared one only when the declared names
     are not known and it is neither a role, a channel nor a tool of the model's training.
     """
-    if names is not None and recipient in names:
-        return FunctionRecipient(recipient, Repair.RECIPIENT_BARE)
+    # As the format has it first: a function may be called "functions.f", and stand beside one called "f".
     if names is not None and recipient.startswith(NAMESPACE) and recipient.removeprefix(NAMESPACE) in names:
         return FunctionRecipient(recipient.removeprefix(NAMESPACE))
+    if names is not None and recipient in names:
+        return FunctionRecipient(recipient, Repair.RECIPIENT_BARE)
     prefix = _FUNCTIONS_PREFIX.match(recipient)
     if prefix is None:
         return _bare_function(recipient, names)
