@@ -89,7 +89,7 @@ def rank_model(
     layout: ParallelLayout,
     about: Subject,
     resident_fp8: bool = False,
-    few_tokens: bool = False,
+    fused: bool = False,
 ) -> RankModel:
     """This rank's part."""
     config, communicator = about.config, rank.group.communicator
@@ -101,7 +101,7 @@ def rank_model(
             *(config, layout, communicator, parameters, rank.device),
             row_reduce=rank.fused(limits_of(rank.size), config.hidden_size),
             resident_fp8=resident_fp8,
-            few_tokens=few_tokens,
+            fused=fused,
         )
     plain = ParallelTransformer(config, layout, communicator, torch.float32)
     fill(plain, parameters)
@@ -137,7 +137,7 @@ def choices(model: LanguageModel, text: Tensor, device: torch.device, kv_heads: 
 def agreement(rank: Rank, name: str) -> None:
     """Share of positions with the same argmax as on one GPU, for experts dealt out whole and split.
 
-    On GPUs also with the projections made for few tokens, which every decode step of one text takes.
+    On GPUs also with fused launches, which the chunk and every decode step of one text take.
 
     Raises:
         RuntimeError: fewer than 99 % of a trained model's.
@@ -151,8 +151,8 @@ def agreement(rank: Rank, name: str) -> None:
         rank.empty_cache()
     failed = []
     ways = (False, True) if rank.fast else (False,)
-    for layout, few_tokens in itertools.product(rank.layouts(), ways):
-        spread = rank_model(rank, layout, about, few_tokens=few_tokens)
+    for layout, fused in itertools.product(rank.layouts(), ways):
+        spread = rank_model(rank, layout, about, fused=fused)
         kv_heads = about.config.num_key_value_heads // rank.size
         found = [choices(spread, text, rank.device, kv_heads) for text in about.texts]
         if rank.rank == 0:

@@ -42,7 +42,7 @@ from antiphon.benchmarks.sweep.ranks import RankBench, RankPlan, open_rank_bench
 from antiphon.model.config import preset
 
 REPLAYED, LAUNCHED = "replayed", "launched"
-FEW_TOKENS = "projections made for few tokens"
+FUSED = "fused launches"
 SPARE_S = 3.0
 """Kept free at the end of the time, so that ranks end in good order."""
 SPREAD_CONTEXT = 1024
@@ -88,7 +88,7 @@ class Steps:
 
 def as_measured(record: Record, way: str, options: argparse.Namespace) -> Record:
     """A figure that says where it is of a way that workers take only where they are told to."""
-    choices = ([] if way == REPLAYED else [way]) + ([FEW_TOKENS] if options.few_tokens else [])
+    choices = ([] if way == REPLAYED else [way]) + ([FUSED] if options.fused else [])
     return replace(record, extra=record.extra | {"choices": ", ".join(choices)}) if choices else record
 
 
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens per step")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--enough-s", type=float, default=4.0, help="no more prompts once they took so long")
-    parser.add_argument("--few-tokens", action="store_true", help="of GPUs, as CudaRankTransformer says")
+    parser.add_argument("--fused", action="store_true", help="of GPUs, as CudaRankTransformer says")
     parser.add_argument("--seconds", type=float, default=580.0, help="for everything, the start included")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--layout {options.layout.name}: several ranks of one worker, such as TP2")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     pages = pages_for(preset(options.model), points(options), options.steps, options.chunk)
-    plan = RankPlan(options.model, options.layout, options.device, pages, options.few_tokens)
+    plan = RankPlan(options.model, options.layout, options.device, pages, options.fused)
     with open_rank_bench(plan) as bench:
         print(f"{options.model} {options.layout.name}: ready in {time.monotonic() - begin:.1f} s", flush=True)
         return 0 if measure(bench, options, begin + options.seconds) else 1

@@ -56,7 +56,7 @@ class RankPlan:
     layout: Layout
     device_type: str
     pages: CachePages
-    few_tokens: bool = False
+    fused: bool = False
     """See ``CudaRankTransformer``."""
 
     def device(self, rank: int) -> torch.device:
@@ -264,7 +264,7 @@ def load_rank(plan: RankPlan, rank: int, store: Store) -> tuple[RankPart, RankGr
     fast = CudaRankTransformer(
         *(config, layout, group.communicator, parameters, device),
         row_reduce=reduce,
-        few_tokens=plan.few_tokens,
+        fused=plan.fused,
     )
     return fast, group
 

@@ -151,6 +151,8 @@ def moe_mixed(
     workspace: MixedWorkspace,
     out: Tensor | None = None,
     tile: int | None = None,
+    ranked: bool = False,
+    overlap: bool = False,
 ) -> Tensor:
     """``reference.moe`` with e4m3 operands; the sum of this rank's experts or columns.
 
@@ -161,6 +163,8 @@ def moe_mixed(
         x: [T, 2880] bf16. expert_ids: [T, 4] int64, negative for padding. expert_weights: [T, 4] bf16.
         out: [T, 2880] bf16, allocated when None.
         tile: tokens of a tile, one of TILES; ``choose_tile`` when None.
+        ranked: the workspace holds ranks and tiles of these ids already (``chunk_route.route_ranked``).
+        overlap: each launch but that of ranking may begin while the one ahead ends; of whole experts.
 
     Returns:
         ``out``: float32 sums over k in order of bf16 terms; identical from run to run.
@@ -172,7 +176,7 @@ def moe_mixed(
     out = torch.empty_like(x) if out is None else out
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, out)
     tile = choose_tile(tokens, workspace.all_experts) if tile is None else tile
-    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile)
+    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile, ranked, overlap)
     launch("fp8_combine", workspace.rows.data_ptr(), workspace.slots.data_ptr(), out.data_ptr(), tokens)
     return out
 
@@ -195,8 +199,6 @@ def moe_add_rms_norm_(
 
     Args:
         x, residual: [T, 2880] bf16. norm_weight: [2880] bf16. The others as of ``moe_mixed``.
-        ranked: the workspace holds ranks and tiles of these ids already (``chunk_route.route_ranked``).
-        overlap: each launch but that of ranking may begin while the one ahead ends; of whole experts.
     """
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, residual)
     tile = choose_tile(x.shape[0], workspace.all_experts) if tile is None else tile

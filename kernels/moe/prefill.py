@@ -85,6 +85,7 @@ def moe_fp8(
     experts: Fp8Experts,
     workspace: Fp8Workspace,
     out: Tensor | None = None,
+    ranked: bool = False,
 ) -> Tensor:
     """``reference.moe`` in FP8; the sum of this rank's experts.
 
@@ -94,6 +95,7 @@ def moe_fp8(
     Args:
         x: [T, 2880] bf16. expert_ids: [T, 4] int64, negative for padding. expert_weights: [T, 4] bf16.
         out: [T, 2880] bf16, allocated when None.
+        ranked: the workspace holds ranks and tiles of these ids already (``chunk_route.route_ranked``).
 
     Returns:
         ``out``: float32 sums over k in order of bf16 terms; identical from run to run.
@@ -101,7 +103,7 @@ def moe_fp8(
     tokens = x.shape[0]
     out = torch.empty_like(x) if out is None else out
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, out)
-    multiply(x, expert_ids, expert_weights, experts, workspace)
+    multiply(x, expert_ids, expert_weights, experts, workspace, ranked)
     launch("fp8_combine", workspace.rows.data_ptr(), workspace.slots.data_ptr(), out.data_ptr(), tokens)
     return out
 
@@ -121,7 +123,6 @@ def moe_add_rms_norm_(
 
     Args:
         x, residual: [T, 2880] bf16. norm_weight: [2880] bf16. The others as of ``moe_fp8``.
-        ranked: the workspace holds ranks and tiles of these ids already (``chunk_route.route_ranked``).
     """
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, residual)
     multiply(x, expert_ids, expert_weights, experts, workspace, ranked)

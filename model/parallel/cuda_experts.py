@@ -9,8 +9,9 @@ from torch import Tensor
 
 from antiphon.kernels import portable_moe
 from antiphon.kernels.moe import build as moe_build
+from antiphon.kernels.moe.chunk_route import RouteScratch, route_ranked
 from antiphon.kernels.moe.decode import MAX_TOKENS, MoeWorkspace, moe_streamed, route_grouped
-from antiphon.kernels.moe.mixed import MixedWorkspace, moe_mixed
+from antiphon.kernels.moe.mixed import MixedWorkspace, choose_tile, moe_mixed
 from antiphon.kernels.moe.prefill import Fp8Workspace, moe_fp8
 from antiphon.kernels.moe.regime import streams_4_bit
 from antiphon.kernels.router import route
@@ -90,10 +91,16 @@ class HopperRankExperts:
         shape: the range of expert ids and the columns held here.
         resident_fp8: hold FP8 tiles beside the 4-bit weights and multiply long chunks by them, where experts
             are whole.
+        fused: route and rank chunks in one launch, and let launches begin while the ones ahead end.
     """
 
     def __init__(
-        self, config: GptOssConfig, shape: RankShape, device: torch.device, resident_fp8: bool
+        self,
+        config: GptOssConfig,
+        shape: RankShape,
+        device: torch.device,
+        resident_fp8: bool,
+        fused: bool = False,
     ) -> None:
         moe_build.LIBRARY.load()
         split = shape.inner_padded != config.intermediate_size
@@ -102,6 +109,7 @@ class HopperRankExperts:
         self._config = config
         self._range = config.num_experts, device, shape.experts.start, len(shape.experts)
         self._resident_fp8 = resident_fp8 and not split
+        self._fused = fused
         self.road = "Hopper, resident FP8" if self._resident_fp8 else "Hopper"
         self.inexact_blocks = self.blocks = 0
         self._routers: list[tuple[Tensor, Tensor]] = []
@@ -109,6 +117,8 @@ class HopperRankExperts:
         self._workspace = MoeWorkspace(MAX_TOKENS, *self._range)
         self._mixed_buffers = Workspaces(lambda tokens: MixedWorkspace(tokens, *self._range))
         self._fp8_buffers = Workspaces(lambda tokens: Fp8Workspace(tokens, *self._range))
+        held = len(shape.experts)
+        self._route_buffers = Workspaces(lambda tokens: RouteScratch(tokens, held, device))
 
     def add_layer(self, experts: CheckpointExperts) -> None:
         """See ``RankExperts``."""
@@ -131,6 +141,8 @@ class HopperRankExperts:
         """See ``RankExperts``."""
         if not streams_4_bit(tokens, self._config.num_experts):
             (self._fp8_buffers if self._resident_fp8 else self._mixed_buffers).reserve(tokens)
+            if self._fused:
+                self._route_buffers.reserve(tokens)
 
     def delta(self, layer: int, normed: Tensor, live: Tensor) -> Tensor:
         """See ``RankExperts``."""
@@ -140,9 +152,23 @@ class HopperRankExperts:
         if streams_4_bit(tokens, self._config.num_experts):
             routing = route_grouped(normed, gate_weight, gate_bias, self._workspace)
             return moe_streamed(routing, experts.streamed, self._workspace)
-        ids, weights = route(normed, gate_weight, gate_bias, self._config.experts_per_token, live)
         if experts.fp8 is not None:
-            return moe_fp8(normed, ids, weights, experts.fp8, self._fp8_buffers.of(tokens))
+            fp8_buffers = self._fp8_buffers.of(tokens)
+            routed = self._route(layer, normed, live, fp8_buffers, fp8_buffers.tile)
+            return moe_fp8(normed, *routed, experts.fp8, fp8_buffers, ranked=self._fused)
+        buffers, tile = self._mixed_buffers.of(tokens), choose_tile(tokens, self._config.num_experts)
         return moe_mixed(
-            *(normed, ids, weights, experts.streamed, experts.exponents), self._mixed_buffers.of(tokens)
+            *(normed, *self._route(layer, normed, live, buffers, tile), experts.streamed, experts.exponents),
+            *(buffers, None, tile),
+            ranked=self._fused,
+            overlap=self._fused,
         )
+
+    def _route(
+        self, layer: int, normed: Tensor, live: Tensor, buffers: MixedWorkspace | Fp8Workspace, tile: int
+    ) -> tuple[Tensor, Tensor]:
+        """Ids and weights; fused, the buffers then hold their ranks too."""
+        if not self._fused:
+            return route(normed, *self._routers[layer], self._config.experts_per_token, live)
+        scratch = self._route_buffers.of(normed.shape[0])
+        return route_ranked(*(normed, *self._routers[layer], buffers, scratch, tile, live), overlap=True)

@@ -30,7 +30,7 @@ def load_cuda_rank(
     with_unembedding: bool = True,
     resident_fp8: bool = False,
     peer_memory: bool = True,
-    few_tokens: bool = False,
+    fused: bool = False,
     weight_cache: WeightCache | None = None,
 ) -> CudaRankTransformer:
     """Read one rank's part of a checkpoint of either layout into the fast model.
@@ -39,7 +39,7 @@ def load_cuda_rank(
         store: the ranks' meeting place, where they exchange the handles of their memory.
         with_unembedding: False for workers that never sample.
         peer_memory: False takes every sum over the communicator.
-        few_tokens: see ``CudaRankTransformer``.
+        fused: see ``CudaRankTransformer``.
         weight_cache: where the experts are kept that this rank converts, whole or its columns of each.
 
     Raises:
@@ -65,5 +65,5 @@ def load_cuda_rank(
         with_unembedding=with_unembedding,
         resident_fp8=resident_fp8,
         converted=converted,
-        few_tokens=few_tokens,
+        fused=fused,
     )

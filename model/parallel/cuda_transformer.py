@@ -72,8 +72,9 @@ class CudaRankTransformer:
         with_unembedding: False leaves the output projection out (prefill workers never sample).
         resident_fp8: where experts are dealt out whole on an H200, hold their FP8 form beside the 4-bit one.
         dtype: bfloat16; float32 where Triton interprets its kernels.
-        few_tokens: steps of up to 16 tokens take the projections made for them, and launches may begin while
-            the ones ahead end, where the kernels for an H200 run. Not measured yet.
+        fused: where the kernels for an H200 run, steps of up to 16 tokens take the projections made for them,
+            chunks are routed and ranked in one launch, and launches may begin while the ones ahead end. Not
+            measured yet.
         converted: this rank's experts of all layers as Hopper's kernels read them, where it takes those (see
             ``takes_hopper_experts``); their matrices are then not among ``parameters``. None converts those.
 
@@ -96,7 +97,7 @@ class CudaRankTransformer:
         resident_fp8: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         converted: Sequence[ConvertedExperts] | None = None,
-        few_tokens: bool = False,
+        fused: bool = False,
     ) -> None:
         if (communicator.rank, communicator.size) != (layout.rank, layout.tensor_parallel):
             raise ConfigError(
@@ -109,10 +110,10 @@ class CudaRankTransformer:
         self._communicator = communicator
         self._row_reduce = row_reduce
         self._on_hopper = device.type == "cuda" and hopper_obstacle(config, device) is None
-        self._few_tokens = self._on_hopper and few_tokens
+        self._fused = self._on_hopper and fused
         if self._on_hopper:
             prefill_hopper.LIBRARY.load()
-        if self._few_tokens:
+        if self._fused:
             skinny.LIBRARY.load()
         tensors = collect_parameters(parameters, device, not with_unembedding, dtype)
         self._embedding = tensors.pop("embedding.weight")
@@ -125,9 +126,9 @@ class CudaRankTransformer:
             raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
         self._attention = AttentionBlock(
             *(config, device, Road.HOPPER if self._on_hopper else Road.PORTABLE),
-            overlap=self._few_tokens,
+            overlap=self._fused,
             heads=(len(self.shape.heads), len(self.shape.kv_heads)),
-            few_tokens=self._few_tokens,
+            few_tokens=self._fused,
         )
 
     def _make_experts(
@@ -139,7 +140,7 @@ class CudaRankTransformer:
         layers = self.config.num_hidden_layers
         if takes_hopper_experts(self.config, self.layout, self.device):
             self._add_rms_norm_ = chunk_norm.add_rms_norm_  # a launch of Triton's costs the host more
-            hopper = HopperRankExperts(self.config, self.shape, self.device, resident_fp8)
+            hopper = HopperRankExperts(self.config, self.shape, self.device, resident_fp8, self._fused)
             add_hopper_layers(hopper, tensors, layers, converted)
             return hopper
         if converted is not None:
@@ -155,8 +156,8 @@ class CudaRankTransformer:
         sums = "the communicator"
         if self._row_reduce is not None:
             sums = f"peer memory up to {self._row_reduce.max_rows} rows"
-        few = ", projections made for few tokens" if self._few_tokens else ""
-        return f"{self.layout.name}, {self._experts.road} experts, sums over {sums}{few}"
+        fused = ", fused launches" if self._fused else ""
+        return f"{self.layout.name}, {self._experts.road} experts, sums over {sums}{fused}"
 
     @property
     def inexact_blocks(self) -> tuple[int, int]:
@@ -257,7 +258,7 @@ class CudaRankTransformer:
         weight, eps = self._layers[0].attn_norm, self.config.rms_norm_eps
         if self._row_reduce is not None and part.shape[0] <= self._row_reduce.max_rows:
             x = torch.zeros_like(part)
-            return x, self._row_reduce.add_norm_(part, x, weight, eps, self._few_tokens)
+            return x, self._row_reduce.add_norm_(part, x, weight, eps, self._fused)
         x = self._communicator.all_reduce(part)
         return x, rms_norm(x, weight, eps)
 
@@ -265,14 +266,14 @@ class CudaRankTransformer:
         """``x += sum of delta over ranks`` in place, and its norm."""
         eps = self.config.rms_norm_eps
         if self._row_reduce is not None and x.shape[0] <= self._row_reduce.max_rows:
-            return self._row_reduce.add_norm_(delta, x, weight, eps, self._few_tokens)
+            return self._row_reduce.add_norm_(delta, x, weight, eps, self._fused)
         return self._add_rms_norm_(self._communicator.all_reduce(delta), x, weight, eps)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
         """[M, H] -> [M, V / ranks] float32."""
         if self._unembedding is None:
             raise RuntimeError("this model was loaded without its output projection; it cannot sample")
-        if self._few_tokens and hidden.shape[0] <= skinny.MAX_TOKENS:
+        if self._fused and hidden.shape[0] <= skinny.MAX_TOKENS:
             out = torch.empty(
                 hidden.shape[0], self._unembedding.shape[0], dtype=torch.float32, device=hidden.device
             )
