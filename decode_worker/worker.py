@@ -270,6 +270,8 @@ class DecodeWorker:
         done.result()  # an error here is a lost rank, which ends this worker
         self._dropping.remove(writer)
         self._slots.end(writer)
+        for rank in self._kv.ranks:
+            rank.disconnect(PeerLife(writer.worker_id, writer.epoch))
         self._running_dispatch().receiver.on_living_writers(self._living | self._dropping)
 
     def _sever(self, writer: Writer) -> None:

@@ -199,9 +199,10 @@ class KvEndpoint:
         kv = self._peers.pop(peer, None)
         self._slots.pop(peer, None)
         self._mapped.discard(peer)
-        sender = self._sender
-        if sender is not None:
+        sender, receiver = self._sender, self._receiver
+        if sender is not None and receiver is not None:
             self._transfer.soon(lambda: sender.forget(peer))
+            self._transfer.soon(lambda: receiver.withdraw(peer))
         for name in sorted(kv.agent_names) if kv is not None else ():
             self._transfer.disconnect(name)
         return done()

@@ -120,6 +120,10 @@ class StagedReceiver:
         """Its slots hold nothing any more that could be announced again."""
         self._landed = {k: v for k, v in self._landed.items() if PeerLife(*writer_of(k[0])) != writer}
 
+    def withdraw(self, writer: PeerLife) -> None:
+        """Its life is over: no slots are its own any more."""
+        self._writers = {agent: each for agent, each in self._writers.items() if each.life != writer}
+
     def quiet(self, writer: PeerLife) -> bool:
         """Whether nothing of a writer is being spread."""
         return not any(PeerLife(*writer_of(agent)) == writer for agent, _ in self._spreading)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from router_stand_in import wait_until
 
+from antiphon.kv_transfer.endpoint import nixl_transport
 from antiphon.kv_transfer.in_process import Fault, InProcessNetwork
+from antiphon.kv_transfer.transport import Transport
 from antiphon.protocol.codec import encode
 from antiphon.protocol.kv_messages import AnnounceWrites, WriteDone, WriteKey, WritesDrained
 
@@ -43,6 +46,49 @@ def test_death_is_not_inferred_from_silence_and_ends_the_quarantine(started: Sta
     router.wait(again)
     assert router.requests[again].tokens == router.requests[again].expected()
     pair.wait_idle()
+
+
+@pytest.mark.parametrize("over_nixl", [False, True], ids=["in process", "nixl"])
+def test_nothing_is_kept_of_writers_that_are_over(over_nixl: bool, started: Start, make_config: Any) -> None:
+    """Who stages is connected to, so that it can be answered: the connection, and what was said of it."""
+    connected: list[set[str]] = []
+
+    class Counted:
+        """A transport that notes whom it is connected to."""
+
+        def __init__(self, transport: Transport) -> None:
+            self._transport, self._peers = transport, set[str]()
+            connected.append(self._peers)
+
+        def connect(self, metadata: bytes, expected: str = "") -> str:
+            peer = self._transport.connect(metadata, expected)
+            self._peers.add(peer)
+            return peer
+
+        def disconnect(self, peer: str) -> None:
+            self._transport.disconnect(peer)
+            self._peers.discard(peer)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._transport, name)
+
+    make = nixl_transport if over_nixl else InProcessNetwork().transport
+    deployment = make_config(staging_slots=2, staging_slot_mib=1)
+    pair, router = started(lambda name: Counted(make(name)), deployment=deployment)
+    of_decode, endpoint = connected[1], pair.decode._kv.endpoint
+    assert len(of_decode) == 1
+    for _ in range(3):
+        pair.prefill.stop()
+        pair.replace_prefill()
+        router.connect(pair.prefill_address)
+        name = router.generate(router.random_prompt(60))
+        router.wait(name)
+        assert router.requests[name].tokens == router.requests[name].expected()
+    pair.wait_idle()
+    agent = pair.prefill._kv.endpoint.memory.agent_name
+    wait_until(lambda: of_decode == {agent}, what=lambda: f"the end of {of_decode - {agent}}")
+    assert {life.epoch for life in endpoint._peers} == {pair.prefill_address.epoch}
+    assert set(endpoint._receiver._writers) == {agent}
 
 
 def test_one_of_two_prefill_workers_dies_under_load(started: Start) -> None:
