@@ -116,7 +116,7 @@ class KvEndpoint:
         self._receiver: StagedReceiver | None = None
         if staging is not None:
             common = self._layouts, shard, staging, self._transfer, settings.layer_groups
-            self._sender = StagedSender(*common, settings.epoch)
+            self._sender = StagedSender(*common, settings.epoch, settings.write_timeout_s)
             counts = {region.group: region.pages for region in pages.memory_regions()}
             self._receiver = StagedReceiver(*common, counts, on_landed)
         self._slots: dict[PeerLife, SlotRange] = {}

@@ -9,6 +9,7 @@ the peer's life is over         none of its slots is used any more
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -70,6 +71,8 @@ class _Staged:
     payload: bytes = b""
     writing: bool = False
     """Whether the transport is still at it."""
+    repeated_at: float | None = None
+    """When the peer was first told of it again, by ``time.monotonic``."""
     error: TransferError | None = None
     """Of a write that took too long, though it arrived."""
 
@@ -80,6 +83,7 @@ class StagedSender:
     Args:
         memory: this rank's own slots; all of them are this object's.
         epoch: of this life of the worker.
+        patience_s: how long a peer that was told again of a segment may take to say that it spread it.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class StagedSender:
         transfer: TransferThread,
         layer_groups: int,
         epoch: int,
+        patience_s: float,
     ) -> None:
         self._layouts = layouts
         self._shard = shard
@@ -97,6 +102,7 @@ class StagedSender:
         self._transfer = transfer
         self._layer_groups = layer_groups
         self._epoch = epoch
+        self._patience_s = patience_s
         region = memory.region
         self._slot_bytes = region.page_bytes
         self._span = Memory(region.address, region.pages * region.page_bytes, region.memory, region.device)
@@ -134,7 +140,7 @@ class StagedSender:
             size = sum(segment.size_bytes for _, _, segment in segments)
             if not segments:  # the peer has the pages, or other ranks send them
                 lead = peer.ranks[0].agent_name
-                self._transfer.notify(lead, notification, lambda outcome: done(outcome.error))
+                self._transfer.notify(lead, notification, lambda outcome: done(_broken(outcome)))
                 return
             life = PeerLife(peer.worker_id, peer.epoch)
             load = _Load(life, order, done, len(segments))
@@ -166,12 +172,24 @@ class StagedSender:
         self._ended(staged, staged.error)
 
     def repeat(self, request_id: str, attempt: int, keys: frozenset[WriteKey]) -> None:
-        """Tell the peer once more of segments of these keys that it has not said to have spread."""
+        """Tell the peer once more of segments of these keys that it has not said to have spread.
+
+        A peer that was told again and does not answer has lost its connection to us, or we ours to it.
+        """
+        now = time.monotonic()
         for landing, staged in list(self._landing.items()):
-            if landing[:2] == (request_id, attempt) and landing[2] in keys and not staged.writing:
-                self._transfer.notify(
-                    staged.rank.agent_name, staged.payload, partial(self._repeated, landing, staged)
-                )
+            if landing[:2] != (request_id, attempt) or landing[2] not in keys or staged.writing:
+                continue
+            staged.repeated_at = staged.repeated_at or now
+            if now - staged.repeated_at > self._patience_s:
+                reason = f"{staged.rank.agent_name} does not say that it has spread what it was written"
+                self._given_up(landing, staged, reason)
+                continue
+            self._transfer.notify(
+                *(staged.rank.agent_name, staged.payload, partial(self._repeated, landing, staged)),
+                # Of a slot that was given back meanwhile it would spread whatever comes to lie there.
+                still=partial(self._is_landing, landing, staged),
+            )
 
     def severed(self, peer: PeerLife) -> None:
         """The peer has ended every connection of ours and spreads nothing that came over one of them."""
@@ -269,11 +287,19 @@ class StagedSender:
 
         self._transfer.write(rank.agent_name, copies, staged.payload, written)
 
+    def _is_landing(self, landing: Landing, staged: _Staged) -> bool:
+        """Whether the peer still has to spread a segment."""
+        return self._landing.get(landing) is staged
+
     def _repeated(self, landing: Landing, staged: _Staged, outcome: WriteOutcome) -> None:
         """A peer that cannot be told again will not answer either: its connection is broken."""
-        if outcome.error is not None and self._landing.get(landing) is staged:
-            broken = TransferError("connection", outcome.error.reason)
-            self._lost(landing, broken, Fate.UNKNOWN)
+        if outcome.error is not None:
+            self._given_up(landing, staged, outcome.error.reason)
+
+    def _given_up(self, landing: Landing, staged: _Staged, reason: str) -> None:
+        """No answer will come before the connection is made anew."""
+        if self._is_landing(landing, staged):
+            self._lost(landing, TransferError("connection", reason), Fate.UNKNOWN)
 
     def _lost(self, landing: Landing, error: TransferError, fate: Fate) -> None:
         """A segment will not be spread on our word; what its load has not begun need not be."""
@@ -295,3 +321,8 @@ class StagedSender:
         if load.left == 0:
             load.done(load.error)
         self._pump()
+
+
+def _broken(outcome: WriteOutcome) -> TransferError | None:
+    """The error of a word with which no page goes: nothing else tells that its connection is broken."""
+    return None if outcome.error is None else TransferError("connection", outcome.error.reason)

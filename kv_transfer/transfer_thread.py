@@ -225,10 +225,23 @@ class TransferThread:
         """Run something on this thread whose outcome nobody waits for; an error in it ends the thread."""
         self._enqueue(_Command(lambda transport: act(), lambda error: None))
 
-    def notify(self, peer: str, payload: bytes, on_done: Callable[[WriteOutcome], None]) -> None:
-        """Send a notification that belongs to no write."""
+    def notify(
+        self,
+        peer: str,
+        payload: bytes,
+        on_done: Callable[[WriteOutcome], None],
+        still: Callable[[], bool] | None = None,
+    ) -> None:
+        """Send a notification that belongs to no write.
+
+        Args:
+            still: whether to send it after all, asked when its turn has come; ``on_done`` is not called of
+                one that is not sent.
+        """
 
         def send(transport: Transport) -> None:
+            if still is not None and not still():
+                return
             error: TransferError | None = None
             try:
                 transport.notify(peer, payload)

@@ -6,6 +6,7 @@ Everything runs on the link thread.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -70,8 +71,7 @@ class Correspondence:
         self._counters["missing_writes_asked"] += len(message.keys)
         key = message.request_id, message.attempt
         if job is not None:
-            for rank in self._ranks:
-                rank.repeat(*key, frozenset(message.keys))
+            self._repeat_staged(key, frozenset(message.keys))
             life, notifications = job.decode_life, job.done
             if job.still_coming(message.keys, self._patience_s):
                 self.announce(job)
@@ -85,6 +85,21 @@ class Correspondence:
             if write in notifications:
                 self._counters["notifications_repeated"] += 1
                 self._endpoint.notify(life, notifications[write]).add_done_callback(_repeated)
+
+    def repeat_overdue(self, job: PrefillJob) -> None:
+        """Tell again of what was staged long ago, which a decode worker that waits no more does not ask for.
+
+        Without that a word that was lost would keep the job, its pages and the slots for ever.
+        """
+        now = time.monotonic()
+        late = job.long_under_way(self._patience_s, now)
+        if late:
+            job.repeated_at = now
+            self._repeat_staged(job.key, late)
+
+    def _repeat_staged(self, key: Key, writes: frozenset[WriteKey]) -> None:
+        for rank in self._ranks:
+            rank.repeat(*key, writes)
 
     def shipped(self, job: PrefillJob) -> None:
         """Every write of a job is done: remember what was said of them."""

@@ -321,9 +321,10 @@ class PrefillDispatch:
                 self._advance(job)
 
     def tick(self) -> None:
-        """Give up on permissions that do not come."""
+        """Give up on permissions that do not come, and see to it that no write is under way for ever."""
         now = time.monotonic()
         for job in list(self._jobs.values()):
+            self._correspondence.repeat_overdue(job)
             if job.state is JobState.ANNOUNCED and now - job.announced_at > self._settings.lease_s:
                 self._fail(job, "reserve", f"no permission to write within {self._settings.lease_s:g} s")
                 self._advance(job)

@@ -70,6 +70,8 @@ class PrefillJob:
     """Issued before the permission came, each with the point of the steps after which its source is ready."""
     posted_at: dict[WriteKey, float] = field(default_factory=dict)
     """Writes under way on any rank, with the time at which they were ordered."""
+    repeated_at: float = 0.0
+    """When the decode worker was last told again of those that take long."""
     done: dict[WriteKey, bytes] = field(default_factory=dict)
     """Writes that arrived, with the notification that was sent of each."""
     computed: bool = False
@@ -115,6 +117,12 @@ class PrefillJob:
         now = time.monotonic()
         outstanding = [key for key in keys if key not in self.done]
         return any(now - self.posted_at.get(key, now) < patience_s for key in outstanding)
+
+    def long_under_way(self, patience_s: float, now: float) -> frozenset[WriteKey]:
+        """Writes that were ordered longer ago than that; none if it was told of them again since."""
+        before = now - patience_s
+        late = (key for key, at in self.posted_at.items() if at < before)
+        return frozenset(late) if self.repeated_at < before else frozenset()
 
     @property
     def announced(self) -> bool:

@@ -6,9 +6,10 @@ import threading
 
 import numpy as np
 import pytest
-from staged_ends import PAGES, Ends, settle, until
+from staged_ends import PAGES, Ends, order, settle, until
 
 from antiphon.kv_transfer.in_process import Fault
+from antiphon.kv_transfer.staging import SlotRange
 from antiphon.protocol.codec import decode
 from antiphon.protocol.errors import TransferError
 from antiphon.protocol.kv_messages import WriteDone, WriteKey
@@ -179,6 +180,38 @@ def test_a_write_whose_word_cannot_be_repeated_is_lost_with_its_connection(ends:
     ends.ship(0).result(60)
     ends.ship(1).result(60)
     ends.check()
+
+
+def test_what_was_given_up_is_not_told_again_over_the_next_connection(ends: Ends) -> None:
+    """Who asks, and the connection made anew, come in one turn. By the repeat the peer would change pages."""
+    ends.network.inject(Fault.LOSE_NOTIFICATION, count=2, match=is_staged)
+    shipped = ends.ship(0)
+    until(lambda: written_and_waiting(ends) == 2)
+    before = ends.target.cache.memory("full").clone()
+    ends.target.endpoint.sever(ends.source.life).result(60)
+    goes_on = threading.Event()
+    ends.source.endpoint._transfer.soon(lambda: assert_set(goes_on))
+    ends.source.endpoint.repeat("r", 1, frozenset({WriteKey(0, 0, 0)}))
+    them = ends.target.life, 1, [ends.target.memory], SlotRange(0, 2)
+    connected = ends.source.endpoint.connect(*them, severed=True)
+    goes_on.set()
+    connected.result(60)
+    with pytest.raises(TransferError, match="severed its connection"):
+        shipped.result(60)
+    settle(ends.source, ends.target)
+    assert np.array_equal(before.numpy(), ends.target.cache.memory("full").numpy())
+    ends.ship(0).result(60)
+    ends.ship(1).result(60)
+    ends.check()
+
+
+def test_a_word_without_pages_that_cannot_be_sent_shows_a_broken_connection(ends: Ends) -> None:
+    """As any other write does: else every order of such a rank would fail, and nobody connect anew."""
+    ends.source.endpoint._transfer.run(lambda t: t.disconnect(ends.target.memory.agent_name)).result(60)
+    with pytest.raises(TransferError, match="connection: not connected"):
+        ends.source.endpoint.ship(ends.target.life, order([], [])).result(60)
+    ends.reconnect()
+    ends.source.endpoint.ship(ends.target.life, order([], [])).result(60)
 
 
 def test_a_slot_is_not_said_to_hold_what_is_still_on_its_way(ends: Ends) -> None:
