@@ -23,7 +23,7 @@ from antiphon.kv_transfer.ranks import RankKv, Shipped
 from antiphon.prefill_worker.correspondence import Correspondence
 from antiphon.prefill_worker.jobs import Failure, JobState, PrefillJob
 from antiphon.prefill_worker.metrics import PrefillMetrics
-from antiphon.prefill_worker.orders import announced_writes, ship_order
+from antiphon.prefill_worker.orders import announced_writes, ship_order, ticket_problem
 from antiphon.prefill_worker.peers import DecodePeers
 from antiphon.protocol.errors import TransferError
 from antiphon.protocol.identity import Role
@@ -125,6 +125,11 @@ class PrefillDispatch:
                 f"{len(message.token_ids)} tokens of attempt {message.attempt} with a ticket of "
                 f"{ticket.request_id} attempt {ticket.attempt} for {ticket.kv_tokens} positions"
             )
+            self._node.send(router, PrefillFailed(*key, "reserve", reason))
+            return
+        problem = ticket_problem(ticket, self._page_size, self._engine.settings.window_tokens)
+        if problem:
+            reason = f"a ticket of {ticket.decode_worker_id} for {problem}"
             self._node.send(router, PrefillFailed(*key, "reserve", reason))
             return
         found = self._peers.find(ticket.decode_worker_id, ticket.decode_epoch)
