@@ -177,12 +177,13 @@ class DecodeDispatch:
             self._counters["prompts_shared"] += share
             self._submit(fork)
 
-    def _submit(self, request: DecodeRequest) -> None:
-        message = request.message
+    def _submit(self, request: DecodeRequest, known_as: int | None = None) -> None:
+        """``known_as``: the attempt that the router was told of, where it is not the one that begins."""
+        message, attempt = request.message, request.attempt if known_as is None else known_as
         try:
             self._engine.submit(request.for_engine(self._local_prefill_limit))
         except RequestRejected as error:
-            refused = RequestRefused(message.request_id, request.attempt, error.reason, error.retryable)
+            refused = RequestRefused(message.request_id, attempt, error.reason, error.retryable)
             self._node.send(request.router, refused)
             return
         self._requests[message.request_id] = request
@@ -298,7 +299,7 @@ class DecodeDispatch:
         elif request.moving:
             request.ending = request.moving = False
             request.submitted_attempt = request.attempt = event.attempt + 1
-            self._submit(request)
+            self._submit(request, known_as=event.attempt)
         elif not request.silent:
             finish = Finish(
                 event.reason,

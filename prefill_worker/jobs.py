@@ -102,8 +102,8 @@ class PrefillJob:
 
     @property
     def engine_id(self) -> str:
-        """Its name in the engine: attempts of one request may overlap while an old one drains."""
-        return f"{self.request.request_id}#{self.request.attempt}"
+        """Its name in the engine: works on a request, or an attempt, may overlap while an old one drains."""
+        return f"{self.request.request_id}#{self.request.attempt}#{self.announcement}"
 
     @property
     def in_flight(self) -> int:

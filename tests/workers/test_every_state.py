@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from staged_scenes import PROMPT_TOKENS, Scene, Staging, Start, put_forward, until
+from staged_scenes import PROMPT_TOKENS, Scene, Staging, Start, overdue, put_forward, until
 
 from antiphon.prefill_worker.jobs import JobState
 from antiphon.protocol.kv_messages import (
@@ -24,6 +24,7 @@ from antiphon.protocol.kv_messages import (
     WritesFailed,
 )
 from antiphon.protocol.link import LinkNode, Peer
+from antiphon.protocol.messages import PrefillRequest
 
 ANNOUNCED = JobState.ANNOUNCED
 DEADLINE_S = 1000.0
@@ -192,6 +193,42 @@ def test_repeated_messages_change_no_token(state: str, scene_of: Any, recorded: 
     assert recorded.repeat() >= 1
     assert scene.outcome.tokens == scene.outcome.expected()
     scene.router.abort_rest(scene.name)
+    scene.pair.wait_idle()
+
+
+def test_a_full_queue_that_meets_a_request_on_its_way_to_other_pages_is_told(scene_of: Any) -> None:
+    """Under the attempt that the router knows: it takes no notice of any other, and would wait for ever."""
+    scene = scene_of("decode_receiving")
+    scene.router.hold_prefill = True
+    scene.pair.decode._engine._inbox._max_queued = 0
+    overdue(scene.pair.decode, 4)
+    scene.router.wait(scene.name)
+    assert scene.outcome.refused.attempt == scene.outcome.attempts[-1] == 1
+    assert scene.outcome.refused.retryable
+    scene.let_go()
+    scene.pair.wait_idle()
+
+
+def test_an_attempt_that_is_asked_for_again_is_no_matter_of_the_pages_of_the_work_before(
+    scene_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which the engine may still hold: by that the request would be refused, and for good."""
+    scene = scene_of("prefill_ending")
+    router, engine, jobs = scene.router, scene.pair.prefill._engine, scene.pair.prefill._dispatch._jobs
+    ticket, kept = router.tickets[scene.name], []
+    monkeypatch.setattr(engine, "release_quarantined", lambda *name: kept.append(name))
+    scene.let_go()
+    until(lambda: kept and not jobs, "the end of the work")
+    again = PrefillRequest(scene.name, 1, scene.outcome.prompt, ticket)
+    router.node.send(scene.pair.prefill._node.me, again)
+    until(lambda: scene.outcome.prefill_failures or scene.outcome.refused, "its end")
+    assert scene.outcome.refused is None
+    assert scene.outcome.prefill_failures[0].reason == "the reservation is gone"
+    monkeypatch.undo()
+    for name in kept:
+        engine.release_quarantined(*name)
+    scene.drive()
+    assert scene.outcome.tokens == scene.outcome.expected()
     scene.pair.wait_idle()
 
 
