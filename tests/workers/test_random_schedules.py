@@ -24,15 +24,22 @@ RATES = {
 }
 
 
+STEPS: dict[str, dict[str, object]] = {
+    "one at a time": {},
+    "two at a time": {"overlap": True, "decode_graphs": True, "chunk_graph_tokens": (19, 32)},
+}
+"""The second are those of a GPU, where a prompt may be on its way before its writes are announced."""
+
+
 @pytest.fixture(autouse=True)
 def handshakes_follow_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Faults strike probes as well, and the pause after each that fails would grow to a minute."""
     monkeypatch.setattr(peers, "_LAST_RETRY_S", 0.1)
 
 
-def settings_of(seed: int, make_config: MakeConfig) -> dict[str, Any]:
+def settings_of(seed: int, make_config: MakeConfig, steps: str) -> dict[str, Any]:
     """Small caches, with and without prefix caching, and little patience."""
-    cached = {"prefix_cache": seed % 2 == 0}
+    cached = {"prefix_cache": seed % 2 == 0} | STEPS[steps]
     return {
         "deployment": make_config(completion_timeout_s=0.4),
         "prefill_settings": {"full_pages": 48} | cached,
@@ -68,19 +75,21 @@ def play(router: Any, chance: random.Random) -> None:
         assert outcome.tokens == (expected if complete else expected[: len(outcome.tokens)])
 
 
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("seed", range(4))
 def test_everything_ends_once_and_nothing_stays_held(
-    started: Start, make_config: MakeConfig, seed: int
+    started: Start, make_config: MakeConfig, seed: int, steps: str
 ) -> None:
     network = InProcessNetwork(seed, RATES, max_delay_polls=30)
-    pair, router = started(network.transport, **settings_of(seed, make_config))
+    pair, router = started(network.transport, **settings_of(seed, make_config, steps))
     play(router, random.Random(seed))
     pair.wait_idle()
     # How many it is depends on how many writes come before an abort or a deadline; there are always some.
     assert sum(network.happened.values()) > 0, "the schedule met no faults"
 
 
-def test_the_same_over_nixl(started: Start, make_config: MakeConfig) -> None:
-    pair, router = started(None, **settings_of(0, make_config))
+@pytest.mark.parametrize("steps", STEPS)
+def test_the_same_over_nixl(started: Start, make_config: MakeConfig, steps: str) -> None:
+    pair, router = started(None, **settings_of(0, make_config, steps))
     play(router, random.Random(11))
     pair.wait_idle()
