@@ -40,12 +40,14 @@ from antiphon.router.openai.completions import text_completion
 from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.errors import ApiError, model_not_found, unavailable
 from antiphon.router.openai.generation_response import WORKERS_HEADER
-from antiphon.router.openai.responses import (
-    create_response,
+from antiphon.router.openai.kept_responses import (
+    ITEMS_QUERY,
+    RESPONSE_QUERY,
     delete_response,
     read_input_items,
     read_response,
 )
+from antiphon.router.openai.responses import create_response
 from antiphon.router.openai.responses_schema import ResponsesRequest
 from antiphon.router.openai.tokenize import (
     DetokenizeRequest,
@@ -166,12 +168,12 @@ def _add_responses(app: FastAPI, context: ApiContext) -> None:
         """Answer input items, and keep the response unless told otherwise."""
         return await create_response(context, await read_body(request, context.config))
 
-    about = operation(answer=ResponseAnswer, errors=STORED)
+    about = operation(answer=ResponseAnswer, query=RESPONSE_QUERY, errors=(400, *STORED))
 
     @app.get(path, tags=["Responses"], operation_id="readResponse", openapi_extra=about)
-    async def read(response_id: str) -> Response:
+    async def read(response_id: str, request: Request) -> Response:
         """A stored response."""
-        return await read_response(context, response_id)
+        return await read_response(context, response_id, request.query_params)
 
     about = operation(answer=DeletedResponseAnswer, errors=STORED)
 
@@ -181,12 +183,12 @@ def _add_responses(app: FastAPI, context: ApiContext) -> None:
         return await delete_response(context, response_id)
 
     path = f"{path}/input_items"
-    about = operation(answer=InputItemsAnswer, errors=STORED)
+    about = operation(answer=InputItemsAnswer, query=ITEMS_QUERY, errors=(400, *STORED))
 
     @app.get(path, tags=["Responses"], operation_id="readInputItems", openapi_extra=about)
-    async def input_items(response_id: str) -> Response:
-        """The items of a stored response's request."""
-        return await read_input_items(context, response_id)
+    async def input_items(response_id: str, request: Request) -> Response:
+        """The items of a stored response's request, a page of them."""
+        return await read_input_items(context, response_id, request.query_params)
 
 
 def _add_tokenizer(app: FastAPI, context: ApiContext) -> None:

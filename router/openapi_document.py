@@ -56,11 +56,13 @@ def operation(
     also: dict[str, str] | None = None,
     errors: Sequence[int] = (),
     links: dict[str, Any] | None = None,
+    query: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """What a route says about itself, for ``openapi_extra``.
 
     ``body`` is a JSON object of one of these models, ``answer`` what comes back as JSON with status 200, and
-    ``also`` other media types of it. ``errors`` are its own besides those that every operation has.
+    ``also`` other media types of it. ``errors`` are its own besides those that every operation has, ``query``
+    its parameters behind the question mark.
     """
     content: dict[str, Any] = {}
     if answer is not None:
@@ -77,6 +79,8 @@ def operation(
             "description": _STATUSES[status],
             "content": {"application/json": {"schema": schema}},
         }
+    if query:
+        described["parameters"] = [*query]
     if body:
         references = [_reference(model) for model in body]
         media: dict[str, Any] = {

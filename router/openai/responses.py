@@ -1,4 +1,4 @@
-"""``/v1/responses``: create, read and delete responses."""
+"""``POST /v1/responses``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 import uuid
 
 import orjson
-from pydantic import JsonValue
 from starlette.responses import Response
 
 from antiphon.router.conversation import Conversation
@@ -24,7 +23,7 @@ from antiphon.router.openai.prompts import read_request, rendered
 from antiphon.router.openai.request_fields import parse_body, refuse_unsupported
 from antiphon.router.openai.response_store import JsonObject, StoredResponse
 from antiphon.router.openai.responses_document import ResponseFacts
-from antiphon.router.openai.responses_history import ResolvedInput, resolve_input, stored_response
+from antiphon.router.openai.responses_history import ResolvedInput, resolve_input
 from antiphon.router.openai.responses_output import ResponseOutput
 from antiphon.router.openai.responses_schema import (
     ENCRYPTED_REASONING,
@@ -95,48 +94,6 @@ async def create_response(context: ApiContext, body: bytes) -> Response:
     )
 
 
-async def read_response(context: ApiContext, response_id: str) -> Response:
-    """A stored response.
-
-    Raises:
-        ApiError: 404 when it is not stored (any more).
-    """
-    return _json((await stored_response(context.store, response_id, "response_id")).response)
-
-
-async def read_input_items(context: ApiContext, response_id: str) -> Response:
-    """The items of a stored response's own request, in order.
-
-    Raises:
-        ApiError: 404 when it is not stored (any more).
-    """
-    items: list[JsonValue] = []
-    stored = await stored_response(context.store, response_id, "response_id")
-    for i, item in enumerate(stored.input_items):
-        items.append({"id": f"item_{response_id}_{i}", **item})
-    ids = [item["id"] for item in items if isinstance(item, dict)]
-    return _json(
-        {
-            "object": "list",
-            "data": items,
-            "first_id": ids[0] if ids else None,
-            "last_id": ids[-1] if ids else None,
-            "has_more": False,
-        }
-    )
-
-
-async def delete_response(context: ApiContext, response_id: str) -> Response:
-    """Forget a stored response.
-
-    Raises:
-        ApiError: 404 when it is not stored (any more).
-    """
-    await stored_response(context.store, response_id, "response_id")
-    await context.store.delete(response_id)
-    return _json({"id": response_id, "object": "response", "deleted": True})
-
-
 def _check(request: ResponsesRequest) -> None:
     refuse_unsupported(((name, getattr(request, name)) for name in UNSUPPORTED_FIELDS), HARMLESS_VALUES)
     if request.n not in (None, 1):
@@ -184,7 +141,3 @@ def _read_items(
 def _top_logprobs(request: ResponsesRequest) -> int | None:
     wanted = OUTPUT_LOGPROBS in (request.include or ()) or request.top_logprobs
     return (request.top_logprobs or 0) if wanted else None
-
-
-def _json(document: JsonObject) -> Response:
-    return Response(orjson.dumps(document), media_type="application/json")

@@ -187,6 +187,41 @@ async def test_stored_responses_can_be_read_and_deleted(deploy):
     assert (await deployment.http.delete(f"/v1/responses/{created.id}")).status_code == 404
 
 
+async def test_input_items_come_in_pages_and_in_the_order_asked_for(deploy):
+    deployment = await deploy()
+    texts = [str(i) for i in range(25)]
+    ids = [f"i{i}" for i in range(22)] + ["i1", None, 5]
+    given = [{"role": "user", "content": text, "id": one} for text, one in zip(texts, ids, strict=True)]
+    created = await deployment.openai.responses.create(model="tiny", input=given)
+    items = deployment.openai.responses.input_items
+    for order, expected in (("asc", texts), ("desc", texts[::-1])):
+        for limit in (1, 7, 100):
+            got = [one.content async for one in items.list(created.id, order=order, limit=limit)]
+            assert got == expected
+    page = (await deployment.http.get(f"/v1/responses/{created.id}/input_items")).json()
+    assert [one["content"] for one in page["data"]] == texts[:4:-1]
+    assert (page["last_id"], page["has_more"]) == ("i5", True)
+    assert page["first_id"] == page["data"][0]["id"] == f"item_{created.id}_24"
+    for query, param in (
+        ("order=up", "order"),
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=%D9%A5", "limit"),
+        ("after=no", "after"),
+    ):
+        response = await deployment.http.get(f"/v1/responses/{created.id}/input_items?{query}")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_nobody_waits_for_events_of_a_kept_response(deploy):
+    deployment = await deploy()
+    created = (await respond(deployment)).json()
+    with pytest.raises(openai.BadRequestError) as caught:
+        await deployment.openai.responses.retrieve(created["id"], stream=True)
+    assert caught.value.param == "stream"
+    assert (await deployment.http.get(f"/v1/responses/{created['id']}?stream=false")).json() == created
+
+
 async def test_what_is_not_stored_cannot_be_referred_to(deploy):
     deployment = await deploy()
     unstored = (await respond(deployment, store=False)).json()
