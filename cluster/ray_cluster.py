@@ -7,24 +7,19 @@ a token made for this deployment, keeps its files in a folder of its own and end
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
 import secrets
-import shutil
 import signal
-import tempfile
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-import structlog
-
 from antiphon.cluster import actors
 from antiphon.cluster.lifeline import gone_after_s
+from antiphon.cluster.private_folder import MARK, end_private_folder, make_private_folder
 from antiphon.cluster.process import StartFailed
 from antiphon.cluster.process_plan import ProcessSpec
 from antiphon.cluster.rank_actor import RankActor
@@ -33,8 +28,6 @@ from antiphon.cluster.resolution import ResolvedDeployment
 from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import AntiphonError, ConfigError
 from antiphon.protocol.identity import Role, WorkerAddress
-
-log = structlog.get_logger("antiphon.ray")
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray's smallest is about this; tokens and KV never pass through it."""
@@ -72,12 +65,6 @@ ALL_GPUS_OF_A_WORKER = {
 }
 """For workers of several ranks: each process sees the GPUs of all of them, so that rank r computes on cuda:r.
 Multicast is off: the few rows of a decode step gain nothing by it, and few containers have rights for it."""
-
-FOLDER_PREFIX = "antiphon-"
-"""Of a private cluster's folder; the supervisor's process id follows."""
-
-REMOVAL_S = 10.0
-"""How long a private cluster's folder is removed again while something still writes there."""
 
 
 class Interrupted(AntiphonError):
@@ -204,8 +191,7 @@ class RayCluster:
             ray.shutdown()
         self._groups = {}
         if self._folder is not None:
-            _kill_processes_naming(self._folder)
-            _remove(self._folder)
+            end_private_folder(self._folder)
             self._folder = None
         for name, value in self._saved_environment.items():
             if value is None:
@@ -245,11 +231,11 @@ class RayCluster:
                 raise ConfigError(f"ray.address: {address}: {' '.join(str(error).split())}") from error
             return
         # Ray reads its environment when it is imported, so the token must be there before.
-        self._set_environment({**PRIVATE_RAY, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ray_token()})
+        self._folder = make_private_folder()
+        private = {**PRIVATE_RAY, MARK: str(self._folder)}
+        self._set_environment({**private, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ray_token()})
         import ray
 
-        _remove_abandoned_folders()
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
         ray.init(
             namespace="antiphon",
             num_cpus=sum(spec.cpus * spec.ranks for spec in self._specs) + SPARE_CPUS,
@@ -333,36 +319,3 @@ def role_resource(spec: ProcessSpec) -> str:
 def ray_token() -> str:
     """This process's token: Ray's core reads the environment once, so a later cluster must ask for it too."""
     return secrets.token_hex(32)
-
-
-def _kill_processes_naming(folder: Path) -> None:
-    """End what a start that failed half-way left running: Ray's own processes carry the folder's name."""
-    needle = os.fsencode(folder)
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is somebody else's
-            if needle in (entry / "cmdline").read_bytes():
-                os.kill(int(entry.name), signal.SIGKILL)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder into which processes that were told to end may still write: again until it is gone."""
-    deadline = time.monotonic() + REMOVAL_S
-    while folder.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        if folder.exists():
-            if time.monotonic() > deadline:
-                log.warning(
-                    "a private cluster's folder is left behind: something writes there", folder=str(folder)
-                )
-                return
-            time.sleep(0.05)
-
-
-def _remove_abandoned_folders() -> None:
-    """Remove what supervisors left that were killed before they could clean up."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}[0-9]*-*"):
-        owner = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
-        if owner.isdigit() and not Path("/proc", owner).exists():
-            shutil.rmtree(folder, ignore_errors=True)

@@ -38,9 +38,20 @@ def shared_memory_of(processes: list[psutil.Process]) -> set[str]:
     return found
 
 
+def running_in(home: Path) -> list[str]:
+    """Command lines of processes that have the folder for a home, whoever started them."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has just ended, or is somebody else's
+            if process.environ().get("HOME") == str(home / "home"):
+                found.append(f"{process.pid} {process.name()} {' '.join(process.cmdline())}")
+    return found
+
+
 def assert_nothing_left(family: list[psutil.Process], shared: set[str], home: Path) -> None:
     _, alive = psutil.wait_procs(family, timeout=90)
     assert not alive, [" ".join(p.cmdline()) for p in alive]
+    assert not running_in(home), "begun since the family was looked at"
     assert not [path for path in shared if Path(path).exists()]
     assert not [path for path in (home / "tmp").iterdir() if path.name.startswith(("antiphon", "ray"))]
     assert not (home / "home" / ".ray").exists()
