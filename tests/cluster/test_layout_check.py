@@ -26,6 +26,7 @@ from antiphon.model.transformer import Transformer
 from antiphon.protocol.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+LAYOUTS_PAGE = Path(__file__).parents[2] / "docs" / "operations" / "layouts.md"
 SHIPPED = {
     "local-cpu": 0,
     "local-cpu-ranks": 0,
@@ -61,6 +62,27 @@ def test_every_deployment_that_comes_with_the_project_fits(capsys: pytest.Captur
     assert "gpt-oss-tiny (ships with the project)" in printed
     assert "decode   EP4 TP4      4" in printed
     assert "8 GPUs of 139 GiB: prefill-0 (4 ranks), decode-0 (4 ranks), router-0" in printed
+
+
+def test_the_page_of_layouts_shows_what_is_printed_now(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = LAYOUTS_PAGE.read_text()
+    shipped = CONFIGS / "eight-gpus-120b.yaml"
+    check_file(shipped, 139, 8)
+    printed = capsys.readouterr().out.splitlines()
+    for line in printed[:-1]:  # the last one names the file as it was given
+        assert f"\n{line.rstrip()}\n" in page
+    narrow = tmp_path / shipped.name
+    narrow.write_text(shipped.read_text().replace("model:\n", "model:\n  kv_dtype: fp8_e4m3\n"))
+    check_file(narrow, 139, 8)
+    narrower = capsys.readouterr().out.splitlines()
+    (prefill, decode), (narrow_prefill, narrow_decode) = (
+        [line.split() for line in lines if "EP4 TP4 " in line] for lines in (printed, narrower)
+    )
+    prose = " ".join(page.split())
+    assert f"{decode[5]} GiB of decode above become {narrow_decode[5]}" in prose
+    assert f"workspace of prefill grows from {prefill[6]} to {narrow_prefill[6]}" in prose
 
 
 def test_what_a_cpu_rank_takes_is_what_it_then_holds() -> None:
