@@ -29,9 +29,10 @@ from antiphon.kernels.dense.rope import rope_and_write
 from antiphon.kernels.fp8_pages import Fp8Pages, head_bytes
 from antiphon.kernels.ipc.library import LIBRARY as IPC_LIBRARY
 from antiphon.kernels.moe import build as moe_build
+from antiphon.kernels.rank_sampling import best_tokens, block_sums, drawn_tokens
 from antiphon.kernels.reference import PagedSequences
 from antiphon.kernels.router import route
-from antiphon.kernels.sampling import choose_tokens
+from antiphon.kernels.sampling import best_of_parts, choose_tokens
 from antiphon.model.config import GptOssConfig
 from antiphon.model.cuda_roads import hopper_obstacle
 from antiphon.model.parallel.layout import ParallelLayout
@@ -149,11 +150,27 @@ class Launches:
         fp8.full(query, self._fp8, sequences, self._sinks(), scale, out)
 
     def _sampling(self, batch: int) -> None:
+        draws = self._empty(2, batch, dtype=torch.float64)
+        if not self._alone:
+            self._sampling_over_ranks(batch, draws)
+            return
         logits = self._empty(batch, self._config.vocab_size, dtype=torch.float32)
         sampled = self._empty(batch, dtype=torch.int64)
-        draws = self._empty(2, batch, dtype=torch.float64)
         choose_tokens(logits, sampled, pdl=True)
         choose_tokens(logits, sampled, draws[0], draws[1], pdl=True)
+
+    def _sampling_over_ranks(self, batch: int, draws: Tensor) -> None:
+        """As ``choose_by_kernels`` does, with what would have been gathered."""
+        ranks, ids = self._shape.layout.tensor_parallel, self._rank.vocabulary
+        logits = self._empty(batch, len(ids), dtype=torch.float32)
+
+        def gathered(mine: Tensor) -> Tensor:
+            return self._empty(ranks, *mine.shape, dtype=mine.dtype)
+
+        parts = gathered(best_of_parts(logits, ids.start))
+        best_tokens(parts)
+        sums = gathered(block_sums(logits, parts, draws[0]))
+        drawn_tokens(logits, ids.start, self._shape.layout.rank, parts, sums, *draws)
 
     def _sinks(self) -> Tensor:
         return self._empty(self._heads, dtype=torch.float32)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from antiphon.kernels.rank_sampling import BLOCK, best_tokens, block_sums, blocks_of, drawn_tokens
+from antiphon.kernels.sampling import best_of_parts
 from antiphon.model.parallel.communicator import Communicator
 
-_BLOCK = 1024
-"""Most ids whose weights are summed before they are exchanged."""
 _LARGEST_SCALE = 1e30
 """Bound of 1 / temperature: any difference of two logits times it is beyond exp's range, yet finite."""
 
@@ -38,10 +36,11 @@ def choose_over_ranks(
     """One token per row, greedy or drawn from the whole vocabulary in the order of ids.
 
     What is exchanged of a row is each rank's best token, then, for a draw, the sums of the weights of blocks
-    of ids, then the drawn id: a few kilobytes instead of its logits.
+    of ids, then the drawn id: a few kilobytes instead of its logits. On a GPU a launch of one kernel stands
+    before and behind each exchange, and nothing waits for the host.
 
     Args:
-        logits: [M, V / ranks] float32, this rank's columns.
+        logits: [M, V / ranks] float32 contiguous, this rank's columns.
         first_id: token id of its first column; ids ascend with ranks.
         draws: [2, M] float64, 1 / temperature, 0 of a greedy row, and a number in [0, 1) for each row;
             absent, all are greedy.
@@ -51,6 +50,27 @@ def choose_over_ranks(
         As of ``kernels.sampling.choose_tokens``: of equal logits the lowest id is the best, a NaN counts as
         highest, a token of weight zero is never drawn, and what is chosen is a valid id whatever the logits.
     """
+    choose = choose_by_kernels if logits.is_cuda else choose_by_torch
+    return choose(logits, first_id, communicator, draws)
+
+
+def choose_by_kernels(
+    logits: Tensor, first_id: int, communicator: Communicator, draws: Tensor | None = None
+) -> Tensor:
+    """``choose_over_ranks`` on a GPU, or in Triton's interpreter."""
+    parts = communicator.all_gather(best_of_parts(logits, first_id))
+    if draws is None:
+        return best_tokens(parts)
+    inverse_temperatures, uniforms = draws
+    sums = communicator.all_gather(block_sums(logits, parts, inverse_temperatures))
+    share = drawn_tokens(*(logits, first_id, communicator.rank, parts, sums), inverse_temperatures, uniforms)
+    return communicator.all_reduce(share)
+
+
+def choose_by_torch(
+    logits: Tensor, first_id: int, communicator: Communicator, draws: Tensor | None = None
+) -> Tensor:
+    """``choose_over_ranks`` on any device, by torch's own operations."""
     values, ids = _first_highest(logits)
     everyone = communicator.all_gather(_pack(values[:, None], ids[:, None] + first_id))
     values, ids = _unpack(everyone.squeeze(2).transpose(0, 1))  # [M, ranks]
@@ -70,9 +90,9 @@ def _draw_over_ranks(
     inverse_temperature, uniform = draws[0], draws[1][:, None]
     scale = inverse_temperature.clamp_max(_LARGEST_SCALE).float()
     weights = torch.exp((logits - best[:, None]) * scale[:, None])
-    blocks = weights.view(rows, -1, math.gcd(width, _BLOCK))
+    here = blocks_of(width)
+    blocks = torch.nn.functional.pad(weights, (0, here * BLOCK - width)).view(rows, here, BLOCK)
     sums = communicator.all_gather(blocks.sum(dim=-1, dtype=torch.float64))  # [ranks, M, blocks of a rank]
-    here = blocks.shape[1]
     ends = sums.transpose(0, 1).reshape(rows, -1).cumsum(dim=-1)
     totals = ends[:, -1:]
     target = torch.minimum(uniform * totals, _just_below(totals))
@@ -81,10 +101,10 @@ def _draw_over_ranks(
     # Every rank looks into a block of its own; that of the rank that holds the drawn one counts.
     mine = block.div(here, rounding_mode="floor") == communicator.rank
     within = (block - communicator.rank * here).clamp(0, here - 1)
-    inside = blocks.gather(1, within[:, :, None].expand(-1, 1, blocks.shape[2])).squeeze(1)
+    inside = blocks.gather(1, within[:, :, None].expand(-1, 1, BLOCK)).squeeze(1)
     inner = inside.cumsum(dim=-1, dtype=torch.float64)
     rest = torch.minimum(target - before, _just_below(inner[:, -1:]))
-    ids = first_id + within * blocks.shape[2] + _first_beyond(inner, rest)
+    ids = first_id + (within * BLOCK + _first_beyond(inner, rest)).clamp_max(width - 1)
     return communicator.all_reduce(torch.where(mine, ids, 0)).squeeze(-1)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from antiphon.engine.sampling_math import draw_by_id, lowest_best, scaled_weights
+from antiphon.kernels import sampling
 from antiphon.kernels.sampling import choose_tokens
 
 pytestmark = pytest.mark.skipif(
@@ -70,3 +73,21 @@ def test_weights_of_zero_are_never_drawn() -> None:
         sampled = torch.zeros(1, dtype=torch.int64)
         choose_tokens(logits, sampled, torch.ones(1).double(), torch.full((1,), uniform).double())
         assert sampled.tolist() == [700]
+
+
+@triton.jit
+def _last_draw(weight_ptr, cumulative_ptr, out_ptr, COUNT: tl.constexpr):
+    """The index that the largest number below 1 draws."""
+    index = tl.arange(0, COUNT)
+    weights, cumulative = tl.load(weight_ptr + index), tl.load(cumulative_ptr + index)
+    target = sampling._just_below(sampling._highest(cumulative, weights))
+    tl.store(out_ptr, sampling._first_beyond(cumulative, weights, target, index, COUNT))
+
+
+def test_sums_that_were_rounded_upwards_behind_the_last_weight_draw_no_weight_of_zero() -> None:
+    """A running sum of many threads need not rise: each of its terms adds in an order of its own."""
+    weights = torch.tensor([0.25, 0.75, 0.0, 0.0]).double()
+    cumulative = torch.tensor([0.25, 1.0, 1.0 + 2.0**-52, 1.0]).double()
+    found = torch.full((1,), -1, dtype=torch.int32)
+    _last_draw[(1,)](weights, cumulative, found, COUNT=4)
+    assert found.item() == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -173,6 +174,25 @@ def run_in_ranks(
 @pytest.fixture(scope="session")
 def in_ranks() -> Ranks:
     return run_in_ranks
+
+
+@pytest.fixture
+def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The interpreter changes Triton's own module while a kernel runs, and ranks are threads here.
+
+    Returns the list to which the name of every kernel that is launched is added.
+    """
+    from triton.runtime.interpreter import GridExecutor
+
+    turn, run, launched = threading.Lock(), GridExecutor.__call__, []
+
+    def locked(self: Any, *arguments: Any, **named: Any) -> Any:
+        with turn:
+            launched.append(self.fn.__name__)
+            return run(self, *arguments, **named)
+
+    monkeypatch.setattr(GridExecutor, "__call__", locked)
+    return launched
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +28,13 @@ from antiphon.model.parallel.reduce_limits import ReduceLimits, limits_of
 from antiphon.model.parallel.sharding import shard_parameters
 from antiphon.model.transformer import Transformer
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="interpreter only; tests/model/test_parallel_nccl.py runs the real ones"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.is_available(),
+        reason="interpreter only; tests/model/test_parallel_nccl.py runs the real ones",
+    ),
+    pytest.mark.usefixtures("one_kernel_at_a_time"),
+]
 Ranks = Callable[..., list[Any]]
 
 
@@ -45,20 +48,6 @@ def config(spread_config: GptOssConfig) -> GptOssConfig:
         experts_per_token=2,
         sliding_window=32,
     )
-
-
-@pytest.fixture(autouse=True)
-def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter changes Triton's own module while a kernel runs, and ranks are threads here."""
-    from triton.runtime.interpreter import GridExecutor
-
-    turn, run = threading.Lock(), GridExecutor.__call__
-
-    def locked(self: Any, *arguments: Any, **named: Any) -> Any:
-        with turn:
-            return run(self, *arguments, **named)
-
-    monkeypatch.setattr(GridExecutor, "__call__", locked)
 
 
 class CountedReduce:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from antiphon.kernels.sampling import choose_tokens
 from antiphon.model.checkpoint.load import fill
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
 from antiphon.model.config import GptOssConfig
@@ -18,6 +19,7 @@ from antiphon.model.parallel.leader import LeaderModel
 from antiphon.model.parallel.rank_group import RankGroup
 from antiphon.model.parallel.sharding import shard_parameters
 from antiphon.model.parallel.transformer import ParallelTransformer
+from antiphon.model.parallel.vocabulary import choose_over_ranks
 from antiphon.model.transformer import Transformer
 
 pytestmark = [
@@ -73,6 +75,31 @@ def test_two_gpus_equal_one_cpu(
     hidden, logits = in_ranks(2, work, cuda=True)[0]
     torch.testing.assert_close(hidden, expected, atol=1e-3, rtol=0)
     torch.testing.assert_close(logits, single.logits(expected), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 128])
+def test_two_gpus_choose_what_one_chooses(rows: int, in_ranks: Ranks) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    whole = torch.randn(rows, 201_088, generator=generator) * 3
+    inverse = torch.linspace(0.5, 2.0, rows, dtype=torch.float64)
+    draws = torch.stack((inverse, torch.rand(rows, dtype=torch.float64, generator=generator)))
+
+    def work(group: RankGroup) -> tuple[Tensor, Tensor]:
+        device = torch.device("cuda", group.rank)
+        torch.cuda.set_device(device)
+        width = whole.shape[1] // 2
+        mine = whole[:, group.rank * width : (group.rank + 1) * width].to(device).contiguous()
+        arguments = (mine, group.rank * width, group.communicator)
+        drawn = choose_over_ranks(*arguments, draws.to(device))
+        return choose_over_ranks(*arguments).cpu(), drawn.cpu()
+
+    results = in_ranks(2, work, cuda=True)
+    sampled = torch.empty(rows, dtype=torch.int64, device="cuda")
+    best = choose_tokens(whole.cuda(), sampled).cpu()
+    drawn = choose_tokens(whole.cuda(), sampled, *draws.cuda()).cpu()
+    for result in results:
+        assert torch.equal(result[0], best)
+        assert torch.equal(result[1], drawn), "only float64 sums are rounded in another order"
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

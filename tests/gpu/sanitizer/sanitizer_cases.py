@@ -35,8 +35,9 @@ from antiphon.kernels.moe.streamed import (
     StreamedExperts,
 )
 from antiphon.kernels.page_copy import copy_pages
+from antiphon.kernels.rank_sampling import best_tokens, block_sums, drawn_tokens
 from antiphon.kernels.reference import ExpertMatrix, PagedSequences
-from antiphon.kernels.sampling import choose_tokens
+from antiphon.kernels.sampling import best_of_parts, choose_tokens
 
 EXPERTS, ALL_EXPERTS, FIRST_EXPERT = 4, 8, 2
 """A rank that holds four of eight experts: some pairs are another's."""
@@ -397,6 +398,18 @@ def _choose_tokens(machine: Machine) -> None:
     choose_tokens(logits, sampled, pdl=machine.pdl)
     draws = torch.rand(2, 3, dtype=torch.float64).to(machine.device)
     choose_tokens(logits, sampled, draws[0] + 0.5, draws[1], pdl=machine.pdl)
+
+
+@case("rank_sampling")
+def _rank_sampling(machine: Machine) -> None:
+    """Two ranks in turn, whose last blocks are short; of some rows each holds the draw."""
+    logits = [machine.random(9, 1504, dtype=_F32) for _ in range(2)]
+    inverse, uniforms = (torch.rand(2, 9, dtype=torch.float64) + 0.01).clamp_max(0.99).to(machine.device)
+    parts = torch.stack([best_of_parts(mine, 1504 * rank) for rank, mine in enumerate(logits)])
+    best_tokens(parts)
+    sums = torch.stack([block_sums(mine, parts, inverse) for mine in logits])
+    for rank, mine in enumerate(logits):
+        drawn_tokens(mine, 1504 * rank, rank, parts, sums, inverse, uniforms)
 
 
 @case("moe_portable")
