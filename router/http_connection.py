@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from antiphon.router.openai.errors import ApiError, head_too_large, head_too_slow, invalid
+from antiphon.router.openai.ends import SHUTDOWN_RETRY_AFTER_S
+from antiphon.router.openai.errors import ApiError, head_too_large, head_too_slow, invalid, unavailable
 
 log = structlog.get_logger("antiphon.router.http")
 
@@ -186,6 +187,19 @@ class AbortableProtocol(HttpToolsProtocol):
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def _body_is_awaited(self) -> bool:
+        """Whether the rest of its body is all that the present request waits for."""
+        # What has been parsed is not yet what is answered, where requests are pipelined.
+        return self._part is _Part.BODY and not self.cycle.response_started and not self.pipeline
+
+    def shutdown(self) -> None:
+        """The server ends, and waits for answers only: not for a body that may never be whole."""
+        if self._body_is_awaited:
+            self._refuse(unavailable("The server is shutting down.", SHUTDOWN_RETRY_AFTER_S))
+        else:
+            super().shutdown()
+
     def bound_reading(self, bounded: bool) -> None:
         """Have the kernel give the connection up once its client has read nothing for ``body_timeout_s``.
 
@@ -222,19 +236,18 @@ class AbortableProtocol(HttpToolsProtocol):
         self._stop_timer()
         if self.transport.is_closing():
             return
-        # What has been parsed is not yet what is answered, where requests are pipelined.
-        its_own_body = self._part is _Part.BODY and not self.cycle.response_started and not self.pipeline
+        its_own_body = self._body_is_awaited
         self._part = _Part.IGNORED
         if self._answering and not its_own_body:
             self.transport.close()
             return
         body = error.body()
         phrase = HTTPStatus(error.status).phrase.encode()
-        head = (
-            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head % (error.status, phrase, len(body)) + body)
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+        headers["connection"] = "close"
+        head = b"HTTP/1.1 %d %b\r\n" % (error.status, phrase)
+        head += "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode() + b"\r\n"
+        self.transport.write(head + body)
         log.info("connection_refused", status=error.status, error=error.metric_type)
         if self.transport.can_write_eof() and not its_own_body:
             # Closing upon what has not been read resets the connection, and the client loses the answer.

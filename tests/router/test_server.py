@@ -13,7 +13,7 @@ import pytest
 from antiphon.protocol.errors import ConfigError
 from antiphon.router.byte_format import CONTENT, byte_answer
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
-from antiphon.router.server import bind_socket
+from antiphon.router.server import CLOSE_TIMEOUT_S, bind_socket
 
 
 async def test_port_in_use_is_one_clear_error(deploy):
@@ -97,3 +97,23 @@ def test_import_is_light_and_quick():
     assert heavy.strip() == "[]"
     # Of the processor, which is the promise of 1.5 s on an idle machine; the margin is for a slow one.
     assert float(took) < 5, f"import took {took} s"
+
+
+async def test_a_body_that_is_still_coming_does_not_hold_the_end(deploy):
+    """A stop waits for answers, and this request has none to wait for yet."""
+    deployment = await deploy()
+    url = httpx.URL(deployment.server.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")
+    loop = asyncio.get_running_loop()
+    # Its head has been read once an answer to a later request is there.
+    assert (await deployment.chat()).status_code == 200
+    began = loop.time()
+    await deployment.server.stop()
+    assert loop.time() - began < CLOSE_TIMEOUT_S / 2
+    async with asyncio.timeout(60):
+        head, body = (await reader.read()).split(b"\r\n\r\n", 1)
+    writer.close()
+    assert head.split()[1] == b"503"
+    assert b"retry-after: " in head
+    assert json.loads(body)["error"]["code"] == "service_unavailable"
