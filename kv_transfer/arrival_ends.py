@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from antiphon.kv_transfer.arrivals import Arrivals
+from antiphon.kv_transfer.futures import done
 from antiphon.kv_transfer.ranks import PeerLife
 from antiphon.kv_transfer.staged_receiver import StagedReceiver
 from antiphon.kv_transfer.transfer_thread import TransferThread
@@ -70,9 +72,28 @@ class ArrivalEnds:
             if receiver is not None:
                 receiver.forget(writer)
                 if not for_good:
-                    receiver.let_in(writer)
+                    receiver.severed(writer)
             ended.set_result(None)
 
         self._transfer.soon(begin)
         self._transfer.when(quiet, end, ended.set_exception)
         return ended
+
+    def connected_anew(self, writer: PeerLife) -> Future[None]:
+        """The writer knows that it was severed, if it was; ends once what it sends counts."""
+        receiver = self._receiver
+        if receiver is None:
+            return done()
+        counts: Future[None] = Future()
+        turns = itertools.count()
+
+        def taken() -> bool:
+            """One more turn has taken what it had sent before."""
+            return next(turns) > 0
+
+        def admit() -> None:
+            receiver.connected_anew(writer)
+            counts.set_result(None)
+
+        self._transfer.when(taken, admit, counts.set_exception)
+        return counts

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from antiphon.kv_transfer.arrival_ends import ArrivalEnds
 from antiphon.kv_transfer.arrivals import ARRIVALS, Arrivals
-from antiphon.kv_transfer.futures import done, failed, without_result
+from antiphon.kv_transfer.futures import done, failed, with_result, without_result
 from antiphon.kv_transfer.handshake import PeerKv, RankPages, agent_name, rank_pages, span_of
 from antiphon.kv_transfer.plan import Shard, group_layouts
 from antiphon.kv_transfer.probe_pages import KvPages, ProbePages
@@ -232,9 +232,8 @@ class KvEndpoint:
             self._probe.check(writer.epoch)
         except TransferError as error:
             return failed(error)
-        received: Future[int] = Future()
-        received.set_result(self._arrivals.received_bytes(life))
-        return received
+        received = self._arrivals.received_bytes(life)
+        return with_result(self._ends.connected_anew(writer), received)
 
     def ship(self, peer: PeerLife, order: ShipOrder) -> Future[Shipped]:
         """See RankKv."""

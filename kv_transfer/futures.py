@@ -24,6 +24,21 @@ def failed(error: TransferError) -> Future[T]:
     return future
 
 
+def with_result(future: Future[None], result: T) -> Future[T]:
+    """The same end, with a result."""
+    ended: Future[T] = Future()
+
+    def end(inner: Future[None]) -> None:
+        error = inner.exception()
+        if error is not None:
+            ended.set_exception(error)
+        else:
+            ended.set_result(result)
+
+    future.add_done_callback(end)
+    return ended
+
+
 def without_result(future: Future[T]) -> Future[None]:
     """The same end, without the result."""
     ended: Future[None] = Future()

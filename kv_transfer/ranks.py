@@ -73,7 +73,10 @@ class RankKv(Protocol):
         """Write this rank's part of the probe into a peer's probe pages."""
 
     def check_probe(self, writer: PeerLife) -> Future[int]:
-        """Bytes that came over TCP meanwhile; fails unless the probe pages hold what this writer writes."""
+        """Bytes that came over TCP meanwhile; fails unless the probe pages hold what this writer writes.
+
+        If they do, it is connected anew, and what it stages counts again if it was severed.
+        """
 
     def ship(self, peer: PeerLife, order: ShipOrder) -> Future[Shipped]:
         """Carry out this rank's part of an order and notify rank 0 of the peer."""

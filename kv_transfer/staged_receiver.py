@@ -41,8 +41,7 @@ class StagedReceiver:
 
     A writer says that nothing of it is under way only when every segment was spread, so whoever trusts that
     need not know of slots. Only a writer that died, or whose connection broke, may leave some: it is shut
-    out, for good or until its connections are severed, and once it is quiet nothing that it left changes a
-    page.
+    out, for good or until it has connected anew, and once it is quiet nothing that it left changes a page.
 
     Args:
         pages: page group -> how many pages this rank has of it.
@@ -71,6 +70,8 @@ class StagedReceiver:
         """(writer's agent, slot) -> what was spread from there last."""
         self._spreading: dict[tuple[str, int], _Ident] = {}
         self._shut_out: Counter[PeerLife] = Counter()
+        self._severed: set[PeerLife] = set()
+        """Writers that may not know yet that they were severed."""
 
     def let_stage(self, writer: PeerKv, slots: SlotRange) -> None:
         """From here on these slots are this writer's."""
@@ -89,7 +90,7 @@ class StagedReceiver:
             raise TransferError("transfer", "it was given no slots here")
         place = sender, message.slot
         ident = message.request_id, message.attempt, message.key, message.part
-        if self._shut_out[writer.life]:
+        if self._is_shut_out(writer.life):
             return
         if self._spreading.get(place) == ident:
             return
@@ -112,9 +113,18 @@ class StagedReceiver:
         """Begin to spread nothing more of a writer; as often as it is let in again."""
         self._shut_out[writer] += 1
 
-    def let_in(self, writer: PeerLife) -> None:
-        """Spread again what a writer stages from here on, unless it is shut out for another reason too."""
+    def severed(self, writer: PeerLife) -> None:
+        """It was shut out while its connections were ended: what it stages counts once it is connected anew.
+
+        By then it has given up all that it had told before, also after they were ended, where there are
+        none that can be: to spread that would change pages that it has said not to write any more.
+        """
         self._shut_out[writer] -= 1
+        self._severed.add(writer)
+
+    def connected_anew(self, writer: PeerLife) -> None:
+        """Spread again what a writer stages from here on, unless it is shut out for another reason."""
+        self._severed.discard(writer)
 
     def forget(self, writer: PeerLife) -> None:
         """Its slots hold nothing any more that could be announced again."""
@@ -123,6 +133,10 @@ class StagedReceiver:
     def withdraw(self, writer: PeerLife) -> None:
         """Its life is over: no slots are its own any more."""
         self._writers = {agent: each for agent, each in self._writers.items() if each.life != writer}
+        self._severed.discard(writer)
+
+    def _is_shut_out(self, writer: PeerLife) -> bool:
+        return self._shut_out[writer] > 0 or writer in self._severed
 
     def quiet(self, writer: PeerLife) -> bool:
         """Whether nothing of a writer is being spread."""
@@ -163,7 +177,7 @@ class StagedReceiver:
 
     def _say(self, sender: str, message: StagedWrite) -> None:
         free = SlotFree(message.request_id, message.attempt, message.key, message.part, message.slot)
-        if not self._shut_out[PeerLife(*writer_of(sender))]:
+        if not self._is_shut_out(PeerLife(*writer_of(sender))):
             self._transfer.notify(sender, encode(free), lambda outcome: None)
         identity = message.request_id, message.attempt, message.prefill_epoch, message.decode_epoch
         done = WriteDone(*identity, message.key, part=message.part, parts=message.parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -38,6 +38,7 @@ class Correspondence:
     Args:
         endpoint: rank 0's, the first of ``ranks``.
         patience_s: a write that was posted longer ago is not said to be still coming.
+        distrust: called with a peer to which another connection must be made, and why.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class Correspondence:
         ranks: Sequence[RankKv],
         counters: Counter[str],
         patience_s: float,
+        distrust: Callable[[Peer, str], None],
     ) -> None:
         self._node = node
         self._endpoint = endpoint
         self._ranks = ranks
         self._counters = counters
         self._patience_s = patience_s
+        self._distrust = distrust
         self._epoch = node.me.epoch
         self._shipped: OrderedDict[Key, tuple[PeerLife, dict[WriteKey, bytes]]] = OrderedDict()
         """Notifications of shipped jobs: a lost one can be repeated after the pages were given back."""
@@ -97,6 +100,11 @@ class Correspondence:
             job.repeated_at = now
             self._repeat_staged(job.key, late)
 
+    def connected_anew(self, job: PrefillJob) -> None:
+        """Tell again of what was staged before the decode worker took anything over a new connection."""
+        if job.in_flight:
+            self._repeat_staged(job.key, frozenset(job.posted_at))
+
     def _repeat_staged(self, key: Key, writes: frozenset[WriteKey]) -> None:
         for rank in self._ranks:
             rank.repeat(*key, writes)
@@ -125,6 +133,7 @@ class Correspondence:
             self._node.send(decode, WritesDrained(*key, self._epoch, decode_epoch))
         else:
             self._node.send(decode, WritesFailed(*key, self._epoch, decode_epoch, "connection", reason))
+            self._distrust(decode, reason)  # it will end whatever connection we have by now
 
 
 def _remember(memory: OrderedDict[Key, T], key: Key, value: T) -> None:

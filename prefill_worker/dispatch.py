@@ -82,7 +82,7 @@ class PrefillDispatch:
         self._by_engine_id: dict[str, PrefillJob] = {}
         self._announcements = itertools.count(1)
         patience_s = settings.completion_timeout_s
-        self._correspondence = Correspondence(node, endpoint, ranks, counters, patience_s)
+        self._correspondence = Correspondence(node, endpoint, ranks, counters, patience_s, peers.distrust)
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -102,6 +102,9 @@ class PrefillDispatch:
                 self._peers.on_refused(peer, message)
             case Role.DECODE, KvProbeResult():
                 self._peers.on_probe_result(peer, message)
+                for job in self._jobs.values():
+                    if job.decode == peer and message.ok:
+                        self._correspondence.connected_anew(job)
             case Role.DECODE, GrantWrites() | RefuseWrites() | MissingWrites() | CancelWrites():
                 if message.decode_epoch != peer.epoch:
                     self._counters["stale_messages"] += 1

@@ -112,6 +112,16 @@ class Ends:
         """What the two workers do when a connection broke."""
         self.target.endpoint.sever(self.source.life).result(60)
         self.connect(severed=True)
+        self.probe()
+
+    def probe(self) -> None:
+        """The end of a handshake, from when on the target takes what is staged."""
+        source, target = self.source.endpoint, self.target.endpoint
+        target.clear_probe().result(60)
+        pages = {group: self.target.cache.probe_page(group) for group in ("full", "sliding")}
+        source.write_probe(self.target.life, pages).result(60)
+        target.check_probe(self.source.life).result(60)
+        settle(self.target)
 
     def ship(self, group: int) -> Any:
         full = [(page, (page * 5 + 1) % PAGES) for page in range(PAGES)]

@@ -126,6 +126,7 @@ def test_the_wrong_slot_is_not_freed(slot: int, ends: Ends) -> None:
     ends.target.arrivals.closed.set()
     severed.result(60)
     ends.connect(severed=True)
+    ends.probe()
     for group in (0, 1):
         ends.ship(group).result(60)
     ends.check()

@@ -98,6 +98,7 @@ def test_slots_of_failed_writes_are_used_again_once_the_peer_has_severed_the_con
         assert not waiting.done()
         ends.reconnect()
         assert ends.network.release_late() == 0
+        ends.source.endpoint.repeat("r", 1, frozenset({WriteKey(0, 0, 0)}))  # of what came before the probe
         waiting.result(60)
     ends.ship(1).result(60)
     ends.check()
@@ -119,6 +120,7 @@ def test_what_arrives_while_a_writer_is_severed_is_not_spread(ends: Ends) -> Non
     severed.result(60)
     assert np.array_equal(before.numpy(), ends.target.cache.memory("full").numpy())
     ends.connect(severed=True)
+    ends.probe()
     ends.ship(0).result(60)
     ends.ship(1).result(60)
     ends.check()
@@ -137,6 +139,7 @@ def test_ends_of_the_same_connections_are_found_together(ends: Ends) -> None:
         ending.result(60)
     assert ends.target.arrivals.found_closed == 1
     ends.connect(severed=True)
+    ends.probe()
     ends.ship(0).result(60)
     ends.ship(1).result(60)
     ends.check()
@@ -200,6 +203,30 @@ def test_what_was_given_up_is_not_told_again_over_the_next_connection(ends: Ends
         shipped.result(60)
     settle(ends.source, ends.target)
     assert np.array_equal(before.numpy(), ends.target.cache.memory("full").numpy())
+    ends.probe()
+    ends.ship(0).result(60)
+    ends.ship(1).result(60)
+    ends.check()
+
+
+def test_what_was_told_after_the_connection_was_severed_is_not_spread(ends: Ends) -> None:
+    """Where nothing can be severed it still arrives, and by then the writer may have given it up."""
+    ends.network.inject(Fault.LOSE_NOTIFICATION, count=2, match=is_staged)
+    shipped = ends.ship(0)
+    until(lambda: written_and_waiting(ends) == 2)
+    before = ends.target.cache.memory("full").clone()
+    ends.target.endpoint.sever(ends.source.life).result(60)
+    goes_on = threading.Event()
+    ends.target.endpoint._transfer.soon(lambda: assert_set(goes_on))
+    ends.source.endpoint.repeat("r", 1, frozenset({WriteKey(0, 0, 0)}))
+    settle(ends.source)
+    ends.connect(severed=True)
+    with pytest.raises(TransferError, match="severed its connection"):
+        shipped.result(60)  # its pages are another's from here on
+    goes_on.set()
+    settle(ends.target)
+    assert np.array_equal(before.numpy(), ends.target.cache.memory("full").numpy())
+    ends.probe()
     ends.ship(0).result(60)
     ends.ship(1).result(60)
     ends.check()
