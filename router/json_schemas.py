@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from pydantic import JsonValue
 
 from antiphon.protocol.errors import AntiphonError
+from antiphon.router.schema_references import Schema, circular_part
 
 MAX_SCHEMA_BYTES = 64 * 1024
 """Of a schema as JSON. Compiling holds the router, for up to about 0.1 s at this size."""
@@ -31,8 +32,6 @@ _NO_SCHEMA = "a schema must be an object or a boolean"
 _EXPRESSIONS = frozenset({"pattern", "format"})
 _NAMES_TOKENS = "no tokenizer"
 """How the library's warning about a token in a grammar begins."""
-
-Schema = Mapping[str, JsonValue]
 
 
 class UnusableSchema(AntiphonError):
@@ -66,11 +65,14 @@ def lark_problem(definition: str) -> str | None:
     """Why no output can be kept to a Lark grammar in llguidance's dialect; None when it can."""
     if len(definition) > MAX_SCHEMA_BYTES:
         return f"it is longer than {MAX_SCHEMA_BYTES} characters"
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(definition))
+    grammar = LLMatcher.grammar_from_lark(definition)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
         return " ".join(messages[0].split())
     # Markers and token ids are checked by the vocabulary alone; an input is text, and has none of them.
-    return next((f"it names tokens ({one})" for one in messages if one.startswith(_NAMES_TOKENS)), None)
+    if named := next((one for one in messages if one.startswith(_NAMES_TOKENS)), None):
+        return f"it names tokens ({named})"
+    return None if _can_begin(grammar) else "no text can follow it: its first rule only leads to itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,23 @@ def _problem_of(text: str) -> _Problem | None:
     if _expressions(schema) > MAX_EXPRESSIONS:
         return _Problem(f"it has more than {MAX_EXPRESSIONS} patterns and formats", "")
     reason = _compile(schema)
-    return None if reason is None else _locate(schema, reason)
+    if reason is not None:
+        return _locate(schema, reason)
+    circular = circular_part(schema, _children)
+    return None if circular is None else _Problem("it only refers to itself", circular)
+
+
+@lru_cache(maxsize=1)
+def _bytes() -> LLTokenizer:
+    """A vocabulary of bytes: whether anything can be said depends on no other one."""
+    return LLTokenizer("byte")
+
+
+def _can_begin(grammar: str) -> bool:
+    """Whether any text can be the beginning of what a grammar describes."""
+    matcher = LLMatcher(_bytes(), grammar)
+    matcher.compute_bitmask()  # which is an error where nothing may come and nothing may end
+    return not matcher.is_error()
 
 
 def _compile(schema: JsonValue | Schema) -> str | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from urllib.parse import unquote
 
 from pydantic import JsonValue
+
+from antiphon.router.schema_references import look_up
 
 _MAX_NODES = 5000
 """Schemas visited while writing one type: definitions that multiply (ten of B in A, ten of C in B) end."""
@@ -51,7 +52,7 @@ class SchemaReader:
             reference = schema["$ref"]
             if not isinstance(reference, str) or reference in self._open:
                 return None
-            target = self._look_up(reference)
+            target = look_up(self._root, reference)
             if target is None:
                 return None
             self._open.append(reference)
@@ -60,20 +61,6 @@ class SchemaReader:
         if isinstance(all_of, list) and all_of:
             return self._merge(schema, all_of)
         return schema
-
-    def _look_up(self, reference: str) -> Schema | None:
-        if not reference.startswith("#"):
-            return None
-        node: object = self._root
-        for part in unquote(reference[1:]).split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(node, Mapping):
-                node = node.get(key)
-            elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
-                node = node[int(key)]
-            else:
-                return None
-        return node if isinstance(node, Mapping) else None
 
     def _merge(self, schema: Schema, parts: list[JsonValue]) -> Schema:
         """One schema that says what all of ``parts`` say: keys of later ones win, properties add up."""

@@ -9,7 +9,13 @@ import pydantic
 import pytest
 
 from antiphon.router import json_schemas
-from antiphon.router.json_schemas import MAX_EXPRESSIONS, MAX_SCHEMA_BYTES, UnusableSchema, check_schema
+from antiphon.router.json_schemas import (
+    MAX_EXPRESSIONS,
+    MAX_SCHEMA_BYTES,
+    UnusableSchema,
+    check_schema,
+    lark_problem,
+)
 from antiphon.router.schema_wording import CHECKED_FORMATS, in_known_words
 
 NOT = {"not": {"type": "string"}}
@@ -147,3 +153,65 @@ def test_looking_for_the_part_at_fault_does_not_hold_the_router(monkeypatch: pyt
         check_schema({"$defs": {"large": large}, "properties": {**parts, "last": {"pattern": "(?=a)"}}})
     assert caught.value.path == ""
     assert sum(compiled) < 6 * MAX_SCHEMA_BYTES
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"$ref": "#"}, ""),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"$ref": "#/$defs/A"}}}, ""),
+        ({"allOf": [{"$ref": "#"}]}, ""),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"type": "string"}, "b": {"$ref": "#/properties/b"}},
+                "required": ["b"],
+            },
+            ".properties.b",
+        ),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#/anyOf/1"}]}, ".anyOf[1]"),
+    ],
+)
+def test_a_part_that_only_refers_to_itself_is_refused(schema: dict[str, Any], path: str) -> None:
+    """The grammar of such a one compiles, and has no text."""
+    with pytest.raises(UnusableSchema, match="only refers to itself") as refused:
+        check_schema(schema)
+    assert refused.value.path == path
+
+
+def test_recursion_that_ends_is_kept() -> None:
+    tree = {
+        "$ref": "#/$defs/Node",
+        "$defs": {
+            "Node": {
+                "type": "object",
+                "properties": {
+                    "name": {"$ref": "#/$defs/Name"},
+                    "children": {"type": "array", "items": {"$ref": "#/$defs/Node"}},
+                    "parent": {"anyOf": [{"type": "null"}, {"$ref": "#"}]},
+                },
+                "required": ["name"],
+            },
+            "Name": {"allOf": [{"$ref": "#/$defs/Text"}, {"$ref": "#/$defs/Text"}]},
+            "Text": {"type": "string"},
+        },
+    }
+    check_schema(tree)
+
+
+def test_a_long_chain_of_references_takes_no_stack() -> None:
+    """Nor a time that grows faster than the schema."""
+    names = 1200
+    chain = {f"n{i}": {"$ref": f"#/$defs/n{i + 1}"} for i in range(names)}
+    check_schema({"$ref": "#/$defs/n0", "$defs": chain | {f"n{names}": {"type": "integer"}}})
+    with pytest.raises(UnusableSchema, match="only refers to itself"):
+        check_schema({"$ref": "#/$defs/n0", "$defs": chain | {f"n{names}": {"$ref": "#/$defs/n0"}}})
+
+
+def test_a_grammar_whose_rule_only_leads_to_itself_is_refused() -> None:
+    for endless in ('start: start "a"', 'start: a\na: b\nb: a "x"'):
+        problem = lark_problem(endless)
+        assert problem is not None
+        assert "no text can follow it" in problem
+    for usable in ('start: "a" start | "b"', 'start: ""', 'start: start "a" | "a"'):
+        assert lark_problem(usable) is None, usable

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
@@ -58,7 +59,9 @@ class Page:
             shown = [e.text for e in driver.find_elements(By.CSS_SELECTOR, selector) if e.is_displayed()]
             return shown[-1] if shown and text in shown[-1] else False
 
-        return WebDriverWait(self.driver, seconds, poll_frequency=0.05).until(found, f"{selector}: {text!r}")
+        # What streams in replaces elements between their being found and being read.
+        waiting = WebDriverWait(self.driver, seconds, 0.05, [StaleElementReferenceException])
+        return waiting.until(found, f"{selector}: {text!r}")
 
     def type(self, *keys: str) -> None:
         """Keys to whatever has the focus."""
