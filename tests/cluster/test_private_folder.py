@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -45,8 +46,11 @@ def writer(folder: Path) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(4)] == ["began\n"] * 4
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         yield process
-        process.kill()
+        for each in family:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def test_everything_that_has_the_mark_ends_and_the_folder_goes(
