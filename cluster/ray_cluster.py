@@ -230,9 +230,9 @@ class RayCluster:
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ConfigError(f"ray.address: {address}: {' '.join(str(error).split())}") from error
             return
-        # Ray reads its environment when it is imported, so the token must be there before.
         self._folder = make_private_folder()
         private = {**PRIVATE_RAY, MARK: str(self._folder)}
+        # Ray reads its environment when it is imported, so the token must be there before.
         self._set_environment({**private, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ray_token()})
         import ray
 

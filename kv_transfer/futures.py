@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from antiphon.protocol.errors import TransferError
 
@@ -24,8 +24,8 @@ def failed(error: TransferError) -> Future[T]:
     return future
 
 
-def with_result(future: Future[None], result: T) -> Future[T]:
-    """The same end, with a result."""
+def with_result(future: Future[Any], result: T) -> Future[T]:
+    """The same end, with another result."""
     ended: Future[T] = Future()
 
     def end(inner: Future[None]) -> None:
@@ -39,16 +39,6 @@ def with_result(future: Future[None], result: T) -> Future[T]:
     return ended
 
 
-def without_result(future: Future[T]) -> Future[None]:
+def without_result(future: Future[Any]) -> Future[None]:
     """The same end, without the result."""
-    ended: Future[None] = Future()
-
-    def end(inner: Future[T]) -> None:
-        error = inner.exception()
-        if error is not None:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
-
-    future.add_done_callback(end)
-    return ended
+    return with_result(future, None)

@@ -221,27 +221,26 @@ class HopperExpertLayers:
         behind = (x, following_norm, config.rms_norm_eps)
         if self.resident_fp8 and experts.fp8 is not None:
             fp8_buffers = self._fp8_buffers.of(x.shape[0])
-            ids, weights, ranked = self._route(layer, normed, live, fp8_buffers, fp8_buffers.tile)
+            choice = self._route(layer, normed, live, fp8_buffers, fp8_buffers.tile)
             return x, prefill.moe_add_rms_norm_(
-                *(normed, ids, weights, experts.fp8, fp8_buffers, *behind), ranked=ranked
+                *(normed, *choice, experts.fp8, fp8_buffers, *behind), ranked=self._chunks.one_launch_router
             )
         buffers, tile = self._mixed_buffers.of(x.shape[0]), self._chunks.expert_tile
         tile = mixed.choose_tile(x.shape[0], config.num_experts) if tile is None else tile
-        ids, weights, ranked = self._route(layer, normed, live, buffers, tile)
+        choice = self._route(layer, normed, live, buffers, tile)
         return x, mixed.moe_add_rms_norm_(
-            *(normed, ids, weights, experts.streamed, experts.exponents, buffers, *behind, tile),
-            ranked=ranked,
+            *(normed, *choice, experts.streamed, experts.exponents, buffers, *behind, tile),
+            ranked=self._chunks.one_launch_router,
             overlap=self._chunks.overlap,
         )
 
     def _route(
         self, layer: int, normed: Tensor, live: Tensor, buffers: MixedWorkspace | Fp8Workspace, tile: int
-    ) -> tuple[Tensor, Tensor, bool]:
-        """Ids and weights, and whether the buffers hold their ranks; padding is kept from the experts."""
+    ) -> tuple[Tensor, Tensor]:
+        """Ids and weights; with the router of one launch the buffers then hold their ranks too. Padding is
+        kept from the experts."""
         router = self._routers[layer]
         if not self._chunks.one_launch_router:
-            return *route(normed, *router, self._config.experts_per_token, live), False
+            return route(normed, *router, self._config.experts_per_token, live)
         scratch = self._route_buffers.of(normed.shape[0])
-        return *route_ranked(
-            *(normed, *router, buffers, scratch, tile, live), overlap=self._chunks.overlap
-        ), True
+        return route_ranked(*(normed, *router, buffers, scratch, tile, live), overlap=self._chunks.overlap)

@@ -12,9 +12,10 @@
 
 #include <cstdint>
 
-// The tests run kernels on the host, thread by thread: ANTIPHON_ON_HOST names a header with the same functions.
+#include "../moe/csrc/hopper.cuh"
+
+// The tests run kernels on the host, thread by thread.
 #ifdef ANTIPHON_ON_HOST
-#include ANTIPHON_ON_HOST
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 #endif
 
@@ -35,12 +36,6 @@ inline void wait_for(const uint32_t* word, uint32_t count) {
   on_host::wait_until([=] { return reached(__atomic_load_n(word, __ATOMIC_ACQUIRE), count); });
 }
 inline uint4 read_peer(const uint4* at) { return *at; }
-
-template <typename Arguments>
-inline int launch_rows(void (*kernel)(Arguments), const Arguments& arguments, int rows, bool, void*) {
-  on_host::run_grid(kernel, dim3(rows), dim3(kReduceThreads), arguments);
-  return 0;
-}
 
 #else
 
@@ -65,29 +60,13 @@ __device__ __forceinline__ uint4 read_peer(const uint4* at) {
   return value;
 }
 
-// See the like in moe/csrc/hopper.cuh.
-__device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#endif
 
-__device__ __forceinline__ void grid_dependency_trigger() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// With `overlap` the kernel may start while its predecessor drains; it calls grid_dependency_wait() first of all.
+// One block a row. With `overlap` the kernel may start while its predecessor drains.
 template <typename Arguments>
 inline int launch_rows(void (*kernel)(Arguments), const Arguments& arguments, int rows, bool overlap, void* stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(rows);
-  config.blockDim = dim3(kReduceThreads);
-  config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = overlap ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, arguments);
+  return launch(kernel, dim3(rows), dim3(kReduceThreads), 0, static_cast<cudaStream_t>(stream), overlap, arguments);
 }
-
-#endif
 
 __device__ __forceinline__ void add(float (&sum)[8], uint4 packed) {
   const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};

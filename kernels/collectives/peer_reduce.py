@@ -16,7 +16,7 @@ _HERE = Path(__file__).parent
 LIBRARY = CudaLibrary(
     "peer_reduce",
     (_HERE / "one_shot.cu", _HERE / "two_shot.cu"),
-    headers=(_HERE / "peer_reduce.cuh",),
+    headers=(_HERE / "peer_reduce.cuh", _HERE.parent / "moe" / "csrc" / "hopper.cuh"),
 )
 MAX_RANKS = 8
 WORD_BYTES = 4

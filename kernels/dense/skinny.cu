@@ -280,6 +280,17 @@ int start(const Args& a, int grid, int pdl, void* stream) {
                 static_cast<cudaStream_t>(stream), pdl != 0, a);
 }
 
+// What every projection has; without a bias where there is none.
+inline Args projection(const void* x, const void* weight, const void* bias, int tokens, int rows) {
+  Args a = {};
+  a.x = static_cast<const bf16*>(x);
+  a.weight = static_cast<const bf16*>(weight);
+  a.bias = static_cast<const bf16*>(bias);
+  a.tokens = tokens;
+  a.rows = rows;
+  return a;
+}
+
 template <int CHUNKS>
 int start_part(const Args& a, int grid, int pdl, void* stream) {
   return a.tokens <= 8 ? start<QueryPart<CHUNKS, 8>, Epilogue::kPlain>(a, grid, pdl, stream)
@@ -297,12 +308,7 @@ int antiphon_qkv_rope(const void* x, const void* weight, const void* bias, int t
                       const void* slot, const void* rotation, void* query, void* kv_layer, int64_t page_stride,
                       int query_heads, int kv_heads, int page_size, int grid, int pdl, void* stream) {
   using namespace antiphon::skinny;
-  Args a = {};
-  a.x = static_cast<const bf16*>(x);
-  a.weight = static_cast<const bf16*>(weight);
-  a.bias = static_cast<const bf16*>(bias);
-  a.tokens = tokens;
-  a.rows = (query_heads + 2 * kv_heads) * 64;
+  Args a = projection(x, weight, bias, tokens, (query_heads + 2 * kv_heads) * 64);
   a.positions = static_cast<const int64_t*>(positions);
   a.slot = static_cast<const int64_t*>(slot);
   a.rotation = static_cast<const float2*>(rotation);
@@ -320,12 +326,7 @@ int antiphon_qkv_rope(const void* x, const void* weight, const void* bias, int t
 int antiphon_output_projection(const void* x, const void* weight, const void* bias, void* residual, int tokens,
                                int rows, int grid, int pdl, void* stream) {
   using namespace antiphon::skinny;
-  Args a = {};
-  a.x = static_cast<const bf16*>(x);
-  a.weight = static_cast<const bf16*>(weight);
-  a.bias = static_cast<const bf16*>(bias);
-  a.tokens = tokens;
-  a.rows = rows;
+  Args a = projection(x, weight, bias, tokens, rows);
   a.residual = static_cast<bf16*>(residual);
   return tokens <= 8 ? start<QueryFew, Epilogue::kResidual>(a, grid, pdl, stream)
                      : start<QueryMore, Epilogue::kResidual>(a, grid, pdl, stream);
@@ -335,12 +336,7 @@ int antiphon_output_projection(const void* x, const void* weight, const void* bi
 int antiphon_partial_projection(const void* x, const void* weight, const void* bias, void* out, int tokens, int columns,
                                 int rows, int grid, int pdl, void* stream) {
   using namespace antiphon::skinny;
-  Args a = {};
-  a.x = static_cast<const bf16*>(x);
-  a.weight = static_cast<const bf16*>(weight);
-  a.bias = static_cast<const bf16*>(bias);
-  a.tokens = tokens;
-  a.rows = rows;
+  Args a = projection(x, weight, bias, tokens, rows);
   a.out = static_cast<bf16*>(out);
   switch (columns) {
     case 512: return start_part<1>(a, grid, pdl, stream);
@@ -354,11 +350,7 @@ int antiphon_partial_projection(const void* x, const void* weight, const void* b
 int antiphon_logits(const void* x, const void* weight, float* logits, int tokens, int rows, int grid, int pdl,
                     void* stream) {
   using namespace antiphon::skinny;
-  Args a = {};
-  a.x = static_cast<const bf16*>(x);
-  a.weight = static_cast<const bf16*>(weight);
-  a.tokens = tokens;
-  a.rows = rows;
+  Args a = projection(x, weight, nullptr, tokens, rows);
   a.logits = logits;
   return tokens <= 8 ? start<HiddenFew, Epilogue::kLogits>(a, grid, pdl, stream)
                      : start<HiddenMore, Epilogue::kLogits>(a, grid, pdl, stream);

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 from staged_ends import PAGES, Ends, order, settle, until
+from torch import Tensor
 
 from antiphon.kv_transfer.in_process import Fault
+from antiphon.kv_transfer.ranks import Shipped
 from antiphon.kv_transfer.staging import SlotRange
 from antiphon.protocol.codec import decode
 from antiphon.protocol.errors import TransferError
@@ -185,13 +188,19 @@ def test_a_write_whose_word_cannot_be_repeated_is_lost_with_its_connection(ends:
     ends.check()
 
 
-def test_what_was_given_up_is_not_told_again_over_the_next_connection(ends: Ends) -> None:
-    """Who asks, and the connection made anew, come in one turn. By the repeat the peer would change pages."""
+def severed_with_words_lost(ends: Ends) -> tuple[Future[Shipped], Tensor]:
+    """A chunk under way of which no word came before its connection was severed; the pages as they were."""
     ends.network.inject(Fault.LOSE_NOTIFICATION, count=2, match=is_staged)
     shipped = ends.ship(0)
     until(lambda: written_and_waiting(ends) == 2)
     before = ends.target.cache.memory("full").clone()
     ends.target.endpoint.sever(ends.source.life).result(60)
+    return shipped, before
+
+
+def test_what_was_given_up_is_not_told_again_over_the_next_connection(ends: Ends) -> None:
+    """Who asks, and the connection made anew, come in one turn. By the repeat the peer would change pages."""
+    shipped, before = severed_with_words_lost(ends)
     goes_on = threading.Event()
     ends.source.endpoint._transfer.soon(lambda: assert_set(goes_on))
     ends.source.endpoint.repeat("r", 1, frozenset({WriteKey(0, 0, 0)}))
@@ -211,11 +220,7 @@ def test_what_was_given_up_is_not_told_again_over_the_next_connection(ends: Ends
 
 def test_what_was_told_after_the_connection_was_severed_is_not_spread(ends: Ends) -> None:
     """Where nothing can be severed it still arrives, and by then the writer may have given it up."""
-    ends.network.inject(Fault.LOSE_NOTIFICATION, count=2, match=is_staged)
-    shipped = ends.ship(0)
-    until(lambda: written_and_waiting(ends) == 2)
-    before = ends.target.cache.memory("full").clone()
-    ends.target.endpoint.sever(ends.source.life).result(60)
+    shipped, before = severed_with_words_lost(ends)
     goes_on = threading.Event()
     ends.target.endpoint._transfer.soon(lambda: assert_set(goes_on))
     ends.source.endpoint.repeat("r", 1, frozenset({WriteKey(0, 0, 0)}))

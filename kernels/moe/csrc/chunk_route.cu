@@ -7,6 +7,7 @@
 // cut in the same places for every chunk, a token's logits do not depend on how many are computed with it.
 
 #include "fp8_layout.cuh"
+#include "top_experts.cuh"
 
 namespace antiphon::fp8 {
 namespace {
@@ -60,20 +61,6 @@ union Scratch {
   Choosing choosing;
   Placing placing;
 };
-
-// True in every thread of the block that arrives last of `arrivals`; the others' writes are then visible. Resets the
-// ticket.
-__device__ bool arrive_last(uint32_t* ticket, uint32_t arrivals, bool& flag) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    flag = atomicAdd(ticket, 1) == arrivals - 1;
-    if (flag) *ticket = 0;
-    __threadfence();
-  }
-  __syncthreads();
-  return flag;
-}
 
 // What of the group's logits this warp's columns add up to. The columns of 32 are dealt to the fragments in another
 // order than PTX names them, the same for both operands.
@@ -150,17 +137,6 @@ __device__ __forceinline__ void leave_part(const Chunk& a, float (&sums)[2][EIGH
   }
 }
 
-// Larger floats have larger keys; NaN has that of nothing. Sums that begin at zero are never -0.
-__device__ __forceinline__ uint32_t choice_key(float value) {
-  if (value != value) return 0;
-  const uint32_t bits = __float_as_uint(value);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ float of_choice_key(uint32_t key) {
-  return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
-}
-
 // Top-4 of one token by one warp: highest first, the lowest id among equals; softmax over the four. A row of NaN has
 // expert 0, and NaN for a weight.
 __device__ void choose_experts(const Chunk& a, int token, bool live, int (&expert_of)[kPairs]) {
@@ -175,31 +151,20 @@ __device__ void choose_experts(const Chunk& a, int token, bool live, int (&exper
     for (int s = 0; s < kSplits; ++s)
       parts[s] = __ldcg(a.partial + (static_cast<size_t>(s) * a.tokens + token) * a.all_experts + expert);
     const float logit = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + __bfloat162float(a.bias[expert]);
-    keys[i] = lane + 32 * i < a.all_experts ? choice_key(logit) : 0;
+    // NaN has the key of nothing. Sums that begin at zero are never -0.
+    keys[i] = lane + 32 * i < a.all_experts && logit == logit ? ordered_key(logit) : 0;
   }
   float values[kTopK];
   int chosen[kTopK];
 #pragma unroll
   for (int k = 0; k < kTopK; ++k) {
-    uint32_t best = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) best = max(best, keys[i]);
-    best = __reduce_max_sync(0xFFFFFFFFu, best);
-    int candidate = kMaxExperts;
-#pragma unroll
-    for (int i = kEach - 1; i >= 0; --i) candidate = keys[i] == best ? lane + 32 * i : candidate;
-    const int winner = __reduce_min_sync(0xFFFFFFFFu, candidate);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) keys[i] = lane + 32 * i == winner ? 0 : keys[i];
+    uint32_t best;
+    const int winner = take_best(keys, best);
     chosen[k] = best == 0 ? 0 : winner;
-    values[k] = best == 0 ? __uint_as_float(k == 0 ? 0x7FC00000u : 0xFF800000u) : of_choice_key(best);
+    values[k] = best == 0 ? __uint_as_float(k == 0 ? 0x7FC00000u : 0xFF800000u) : from_ordered_key(best);
   }
-  float exponentials[kTopK], total = 0.0f;
-#pragma unroll
-  for (int k = 0; k < kTopK; ++k) {
-    exponentials[k] = expf(values[k] - values[0]);
-    total += exponentials[k];
-  }
+  float exponentials[kTopK];
+  const float total = exponentials_of(values, exponentials);
   if (lane > 0) return;
 #pragma unroll
   for (int k = 0; k < kTopK; ++k) {

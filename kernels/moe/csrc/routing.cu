@@ -4,6 +4,7 @@
 // Every sum has a fixed order and every list a fixed sequence, so results are identical from run to run.
 
 #include "split_tokens.cuh"
+#include "top_experts.cuh"
 
 namespace antiphon {
 namespace {
@@ -153,16 +154,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   group_pairs(g, pairs, scratch);
 }
 
-// Larger floats have larger keys.
-__device__ __forceinline__ uint32_t ordered_key(float value) {
-  const uint32_t bits = __float_as_uint(value);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ float from_ordered_key(uint32_t key) {
-  return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
-}
-
 // Top-4 of one token's logits by one warp: highest first, the lowest id among equals; softmax over the four.
 __device__ void choose_experts(const float* logits, int experts, long long* ids, __nv_bfloat16* weights,
                                int (&chosen)[4]) {
@@ -177,25 +168,12 @@ __device__ void choose_experts(const float* logits, int experts, long long* ids,
   float values[4];
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    uint32_t best = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) best = max(best, keys[i]);
-    best = __reduce_max_sync(0xFFFFFFFFu, best);
-    int candidate = kMaxExperts;
-#pragma unroll
-    for (int i = kEach - 1; i >= 0; --i) candidate = keys[i] == best ? lane + 32 * i : candidate;
-    const int winner = __reduce_min_sync(0xFFFFFFFFu, candidate);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) keys[i] = lane + 32 * i == winner ? 0 : keys[i];
-    chosen[k] = winner;
+    uint32_t best;
+    chosen[k] = take_best(keys, best);
     values[k] = from_ordered_key(best);
   }
-  float exponentials[4], total = 0.0f;
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    exponentials[k] = expf(values[k] - values[0]);
-    total += exponentials[k];
-  }
+  float exponentials[4];
+  const float total = exponentials_of(values, exponentials);
   if (lane == 0) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -216,20 +194,6 @@ struct RouteArguments {
   int tokens;
   int experts;
 };
-
-// True in every thread of the block that arrives last of `arrivals`; the others' writes are then visible. Resets
-// the ticket. One thread's fence covers what the block wrote before the barrier.
-__device__ bool arrive_last(uint32_t* ticket, uint32_t arrivals, bool& flag) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    flag = atomicAdd(ticket, 1) == arrivals - 1;
-    if (flag) *ticket = 0;
-    __threadfence();
-  }
-  __syncthreads();
-  return flag;
-}
 
 // The router's weights of this lane, in float32 and times the norm's gain: they are constant, so this happens while
 // the predecessor drains. Beyond the row they are zero.
