@@ -226,6 +226,23 @@ def test_all_tokens_to_the_same_experts_and_empty_ones(road: Road, layer: Layer,
     assert relative_error(road.moe(x, ids, weights, layer), layer.plain(x, ids, weights)) <= BOUND
 
 
+@pytest.mark.parametrize("tile", mixed.TILES)
+def test_every_load_of_a_tile(layer: Layer, tile: int) -> None:
+    """A tile is multiplied by the narrowest product that holds its tokens: each number of them is tried."""
+    torch.manual_seed(tile)
+    for first in range(1, tile + 1, EXPERTS):
+        loads = range(first, first + EXPERTS)
+        ids = torch.full((loads[3] + loads[7], 4), -1, device="cuda")
+        for expert, load in enumerate(loads):
+            before = loads[expert - 4] if expert >= 4 else 0
+            ids[before : before + load, expert % 4] = expert
+        x = torch.randn(len(ids), DIM, device="cuda").bfloat16()
+        weights = random_routing(len(ids))[1]
+        out = Road("widened", tile).moe(x, ids, weights, layer)
+        plain = layer.plain(x, ids.clamp(min=0), weights.masked_fill(ids < 0, 0.0))
+        assert relative_error(out, plain) <= BOUND, loads
+
+
 def test_nan_reaches_its_own_token_only(road: Road, layer: Layer) -> None:
     x = torch.randn(80, DIM, device="cuda").bfloat16()
     x[40, 100] = float("nan")

@@ -152,10 +152,12 @@ struct WideSums {
   }
 };
 
-// The same of few tokens: the widest tile's products for every tile.
-template <int N>
+// The same of few tokens, N of a tile and W of them multiplied. Every column of sums costs as much as those of tokens, so
+// widths go on by 8.
+template <int N, int W>
 struct NarrowSums {
-  float acc[N / 2], parts[2][N / 2];
+  static constexpr int kStored = (W + 15) / 16 * 16;  // tokens beyond the tile's are not written
+  float acc[kStored / 2], parts[2][W / 2];
   uint32_t operand[2][8], scales;
   uint64_t tokens;
 
@@ -172,8 +174,8 @@ struct NarrowSums {
 
   __device__ __forceinline__ void start(const uint32_t (&weights)[8], uint64_t tokens) {
     wgmma_fence();
-    wgmma_e4m3_registers<N>(parts[0], weights, tokens, 0);
-    wgmma_e4m3_registers<N>(parts[1], weights + 4, tokens + 2, 0);
+    wgmma_e4m3_registers<W>(parts[0], weights, tokens, 0);
+    wgmma_e4m3_registers<W>(parts[1], weights + 4, tokens + 2, 0);
     wgmma_commit();
   }
 
@@ -184,7 +186,7 @@ struct NarrowSums {
       const float upper = __uint_as_float((block == 0 ? scales << 23 : scales << 7) & 0x7F800000u);
       const float lower = __uint_as_float((block == 0 ? scales << 15 : scales >> 1) & 0x7F800000u);
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) {
+      for (int i = 0; i < W / 2; ++i) {
         pin(parts[block][i]);
         acc[i] = fmaf(parts[block][i], i % 4 < 2 ? upper : lower, acc[i]);
       }
@@ -210,7 +212,7 @@ struct NarrowSums {
   __device__ __forceinline__ void accumulate(Consumer<Narrow<N>>& c, const Arguments& a) {
     const int bodies = SPANS ? a.hidden_spans - 1 : kPairs / kBody;
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) acc[i] = 0.0f;
+    for (int i = 0; i < kStored / 2; ++i) acc[i] = 0.0f;
     scales = expand<0>(c, operand[0]);
 #pragma unroll 1
     for (int body = 0; body < bodies; ++body) {
@@ -266,24 +268,35 @@ __device__ __forceinline__ void consume(const Arguments& a, int total, Consumer<
     const uint32_t offsets = level_offsets(rows.tops[0], rows.tops[1]);
     const int tokens = __shfl_sync(0xFFFFFFFFu, rows.work.rows, 0);
     if constexpr (S::kTileRows == Middle::kTileRows) {
-      run_fitting<GATED, SPLIT, 64, 128, 160>(a, tokens, terms, offsets, c, sums);
+      run_fitting<GATED, SPLIT, 64, 80, 96, 112, 128, 144, 160>(a, tokens, terms, offsets, c, sums);
     } else if constexpr (S::kTileRows == Wide::kTileRows) {
-      run_fitting<GATED, SPLIT, 64, 128, 192, 256>(a, tokens, terms, offsets, c, sums);
+      run_fitting<GATED, SPLIT, 64, 96, 128, 160, 192, 224, 256>(a, tokens, terms, offsets, c, sums);
     } else {
-      run_fitting<GATED, SPLIT, 64, 192, 256, 288>(a, tokens, terms, offsets, c, sums);
+      run_fitting<GATED, SPLIT, 128, 240, 256, 272, 288>(a, tokens, terms, offsets, c, sums);
     }
     c.release_terms();
   }
 }
 
+// With the narrowest width from W on that holds the tile's tokens.
+template <bool GATED, bool SPLIT, int W, int N>
+__device__ __forceinline__ void run_fitting(const Arguments& a, int tokens, const Rows<Narrow<N>, GATED, SPLIT>& rows,
+                                            Consumer<Narrow<N>>& c) {
+  if constexpr (W < N) {
+    if (tokens > W) return run_fitting<GATED, SPLIT, W + 8>(a, tokens, rows, c);
+  }
+  constexpr float kFactor = 1 << kExpandedExponent;
+  NarrowSums<N, W> sums;
+  sums.template accumulate<SPLIT && !GATED>(c, a);
+  rows.template store<sums.kStored>(a, 0, sums.acc, {kFactor, kFactor});
+}
+
 template <bool GATED, bool SPLIT, int N>
 __device__ __forceinline__ void consume(const Arguments& a, int total, Consumer<Narrow<N>>& c) {
-  constexpr float kFactor = 1 << kExpandedExponent;
-  NarrowSums<N> sums;
   for (int index = blockIdx.x; index < total; index += gridDim.x) {
     const Rows<Narrow<N>, GATED, SPLIT> rows(c.wait_terms(), c.group);
-    sums.template accumulate<SPLIT && !GATED>(c, a);
-    rows.template store<N>(a, 0, sums.acc, {kFactor, kFactor});
+    const int tokens = __shfl_sync(0xFFFFFFFFu, rows.work.rows, 0);
+    run_fitting<GATED, SPLIT, 8>(a, tokens, rows, c);
     c.release_terms();
   }
 }

@@ -12,183 +12,105 @@ namespace antiphon {
 template <int N>
 __device__ __forceinline__ void wgmma_e4m3_registers(float* d, const uint32_t* a, uint64_t b, int accumulate);
 
-template <>
-__device__ __forceinline__ void wgmma_e4m3_registers<32>(float* d, const uint32_t* a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "{%16, %17, %18, %19}, %20, p, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-      "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
+// The sums of N columns, in the instruction's text and as its operands: four for each 8 columns.
+#define ANTIPHON_SUMS(at) "+f"(d[at]), "+f"(d[at + 1]), "+f"(d[at + 2]), "+f"(d[at + 3])
 
-template <>
-__device__ __forceinline__ void wgmma_e4m3_registers<48>(float* d, const uint32_t* a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %29, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n48k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, "
-      "{%24, %25, %26, %27}, %28, p, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-      "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-      "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
+#define ANTIPHON_TEXT_8 "%0, %1, %2, %3"
+#define ANTIPHON_TEXT_16 ANTIPHON_TEXT_8 ", %4, %5, %6, %7"
+#define ANTIPHON_TEXT_24 ANTIPHON_TEXT_16 ", %8, %9, %10, %11"
+#define ANTIPHON_TEXT_32 ANTIPHON_TEXT_24 ", %12, %13, %14, %15"
+#define ANTIPHON_TEXT_40 ANTIPHON_TEXT_32 ", %16, %17, %18, %19"
+#define ANTIPHON_TEXT_48 ANTIPHON_TEXT_40 ", %20, %21, %22, %23"
+#define ANTIPHON_TEXT_56 ANTIPHON_TEXT_48 ", %24, %25, %26, %27"
+#define ANTIPHON_TEXT_64 ANTIPHON_TEXT_56 ", %28, %29, %30, %31"
+#define ANTIPHON_TEXT_72 ANTIPHON_TEXT_64 ", %32, %33, %34, %35"
+#define ANTIPHON_TEXT_80 ANTIPHON_TEXT_72 ", %36, %37, %38, %39"
+#define ANTIPHON_TEXT_88 ANTIPHON_TEXT_80 ", %40, %41, %42, %43"
+#define ANTIPHON_TEXT_96 ANTIPHON_TEXT_88 ", %44, %45, %46, %47"
+#define ANTIPHON_TEXT_104 ANTIPHON_TEXT_96 ", %48, %49, %50, %51"
+#define ANTIPHON_TEXT_112 ANTIPHON_TEXT_104 ", %52, %53, %54, %55"
+#define ANTIPHON_TEXT_120 ANTIPHON_TEXT_112 ", %56, %57, %58, %59"
+#define ANTIPHON_TEXT_128 ANTIPHON_TEXT_120 ", %60, %61, %62, %63"
+#define ANTIPHON_TEXT_136 ANTIPHON_TEXT_128 ", %64, %65, %66, %67"
+#define ANTIPHON_TEXT_144 ANTIPHON_TEXT_136 ", %68, %69, %70, %71"
+#define ANTIPHON_TEXT_152 ANTIPHON_TEXT_144 ", %72, %73, %74, %75"
+#define ANTIPHON_TEXT_160 ANTIPHON_TEXT_152 ", %76, %77, %78, %79"
+#define ANTIPHON_TEXT_168 ANTIPHON_TEXT_160 ", %80, %81, %82, %83"
+#define ANTIPHON_TEXT_176 ANTIPHON_TEXT_168 ", %84, %85, %86, %87"
+#define ANTIPHON_TEXT_184 ANTIPHON_TEXT_176 ", %88, %89, %90, %91"
+#define ANTIPHON_TEXT_192 ANTIPHON_TEXT_184 ", %92, %93, %94, %95"
+#define ANTIPHON_TEXT_200 ANTIPHON_TEXT_192 ", %96, %97, %98, %99"
+#define ANTIPHON_TEXT_208 ANTIPHON_TEXT_200 ", %100, %101, %102, %103"
+#define ANTIPHON_TEXT_216 ANTIPHON_TEXT_208 ", %104, %105, %106, %107"
+#define ANTIPHON_TEXT_224 ANTIPHON_TEXT_216 ", %108, %109, %110, %111"
+#define ANTIPHON_TEXT_232 ANTIPHON_TEXT_224 ", %112, %113, %114, %115"
+#define ANTIPHON_TEXT_240 ANTIPHON_TEXT_232 ", %116, %117, %118, %119"
+#define ANTIPHON_TEXT_248 ANTIPHON_TEXT_240 ", %120, %121, %122, %123"
+#define ANTIPHON_TEXT_256 ANTIPHON_TEXT_248 ", %124, %125, %126, %127"
 
-template <>
-__device__ __forceinline__ void wgmma_e4m3_registers<64>(float* d, const uint32_t* a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, p, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-      "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-      "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-      "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
+#define ANTIPHON_SUMS_8 ANTIPHON_SUMS(0)
+#define ANTIPHON_SUMS_16 ANTIPHON_SUMS_8, ANTIPHON_SUMS(4)
+#define ANTIPHON_SUMS_24 ANTIPHON_SUMS_16, ANTIPHON_SUMS(8)
+#define ANTIPHON_SUMS_32 ANTIPHON_SUMS_24, ANTIPHON_SUMS(12)
+#define ANTIPHON_SUMS_40 ANTIPHON_SUMS_32, ANTIPHON_SUMS(16)
+#define ANTIPHON_SUMS_48 ANTIPHON_SUMS_40, ANTIPHON_SUMS(20)
+#define ANTIPHON_SUMS_56 ANTIPHON_SUMS_48, ANTIPHON_SUMS(24)
+#define ANTIPHON_SUMS_64 ANTIPHON_SUMS_56, ANTIPHON_SUMS(28)
+#define ANTIPHON_SUMS_72 ANTIPHON_SUMS_64, ANTIPHON_SUMS(32)
+#define ANTIPHON_SUMS_80 ANTIPHON_SUMS_72, ANTIPHON_SUMS(36)
+#define ANTIPHON_SUMS_88 ANTIPHON_SUMS_80, ANTIPHON_SUMS(40)
+#define ANTIPHON_SUMS_96 ANTIPHON_SUMS_88, ANTIPHON_SUMS(44)
+#define ANTIPHON_SUMS_104 ANTIPHON_SUMS_96, ANTIPHON_SUMS(48)
+#define ANTIPHON_SUMS_112 ANTIPHON_SUMS_104, ANTIPHON_SUMS(52)
+#define ANTIPHON_SUMS_120 ANTIPHON_SUMS_112, ANTIPHON_SUMS(56)
+#define ANTIPHON_SUMS_128 ANTIPHON_SUMS_120, ANTIPHON_SUMS(60)
+#define ANTIPHON_SUMS_136 ANTIPHON_SUMS_128, ANTIPHON_SUMS(64)
+#define ANTIPHON_SUMS_144 ANTIPHON_SUMS_136, ANTIPHON_SUMS(68)
+#define ANTIPHON_SUMS_152 ANTIPHON_SUMS_144, ANTIPHON_SUMS(72)
+#define ANTIPHON_SUMS_160 ANTIPHON_SUMS_152, ANTIPHON_SUMS(76)
+#define ANTIPHON_SUMS_168 ANTIPHON_SUMS_160, ANTIPHON_SUMS(80)
+#define ANTIPHON_SUMS_176 ANTIPHON_SUMS_168, ANTIPHON_SUMS(84)
+#define ANTIPHON_SUMS_184 ANTIPHON_SUMS_176, ANTIPHON_SUMS(88)
+#define ANTIPHON_SUMS_192 ANTIPHON_SUMS_184, ANTIPHON_SUMS(92)
+#define ANTIPHON_SUMS_200 ANTIPHON_SUMS_192, ANTIPHON_SUMS(96)
+#define ANTIPHON_SUMS_208 ANTIPHON_SUMS_200, ANTIPHON_SUMS(100)
+#define ANTIPHON_SUMS_216 ANTIPHON_SUMS_208, ANTIPHON_SUMS(104)
+#define ANTIPHON_SUMS_224 ANTIPHON_SUMS_216, ANTIPHON_SUMS(108)
+#define ANTIPHON_SUMS_232 ANTIPHON_SUMS_224, ANTIPHON_SUMS(112)
+#define ANTIPHON_SUMS_240 ANTIPHON_SUMS_232, ANTIPHON_SUMS(116)
+#define ANTIPHON_SUMS_248 ANTIPHON_SUMS_240, ANTIPHON_SUMS(120)
+#define ANTIPHON_SUMS_256 ANTIPHON_SUMS_248, ANTIPHON_SUMS(124)
 
-template <>
-__device__ __forceinline__ void wgmma_e4m3_registers<96>(float* d, const uint32_t* a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %53, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
-      "{%48, %49, %50, %51}, %52, p, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
+// A, B, P: numbers of the operands behind the sums, N / 2 and on.
+#define ANTIPHON_WGMMA(N, A, B, P)                                                                                   \
+  template <>                                                                                                        \
+  __device__ __forceinline__ void wgmma_e4m3_registers<N>(float* d, const uint32_t* a, uint64_t b, int accumulate) { \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\n"                                                       \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" ANTIPHON_TEXT_##N "}, {" A "}, " B     \
+                 ", p, 1, 1;\n}\n"                                                                                   \
+                 : ANTIPHON_SUMS_##N                                                                                 \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                             \
+  }
 
-template <>
-__device__ __forceinline__ void wgmma_e4m3_registers<128>(float* d, const uint32_t* a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "{%64, %65, %66, %67}, %68, p, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-      "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-      "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-      "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-      "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-      "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-      "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-      "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-template <>
-__device__ __forceinline__ void wgmma_e4m3_registers<144>(float* d, const uint32_t* a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %77, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n144k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71}, "
-      "{%72, %73, %74, %75}, %76, p, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-template <>
-__device__ __forceinline__ void wgmma_e4m3_registers<160>(float* d, const uint32_t* a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %85, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n160k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "
-      "%72, %73, %74, %75, %76, %77, %78, %79}, "
-      "{%80, %81, %82, %83}, %84, p, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-template <>
-__device__ __forceinline__ void wgmma_e4m3_registers<192>(float* d, const uint32_t* a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %101, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n192k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "
-      "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
-      "{%96, %97, %98, %99}, %100, p, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-      "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-      "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-      "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-      "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-      "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-      "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-      "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-      "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-      "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-      "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-      "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-template <>
-__device__ __forceinline__ void wgmma_e4m3_registers<256>(float* d, const uint32_t* a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "
-      "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, "
-      "%120, %121, %122, %123, %124, %125, %126, %127}, "
-      "{%128, %129, %130, %131}, %132, p, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-      "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-      "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-      "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-      "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-      "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-      "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-      "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-      "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-      "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-      "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-      "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
-      "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]),
-      "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),
-      "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]),
-      "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]),
-      "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
+ANTIPHON_WGMMA(8, "%4, %5, %6, %7", "%8", "%9")
+ANTIPHON_WGMMA(16, "%8, %9, %10, %11", "%12", "%13")
+ANTIPHON_WGMMA(24, "%12, %13, %14, %15", "%16", "%17")
+ANTIPHON_WGMMA(32, "%16, %17, %18, %19", "%20", "%21")
+ANTIPHON_WGMMA(40, "%20, %21, %22, %23", "%24", "%25")
+ANTIPHON_WGMMA(48, "%24, %25, %26, %27", "%28", "%29")
+ANTIPHON_WGMMA(56, "%28, %29, %30, %31", "%32", "%33")
+ANTIPHON_WGMMA(64, "%32, %33, %34, %35", "%36", "%37")
+ANTIPHON_WGMMA(80, "%40, %41, %42, %43", "%44", "%45")
+ANTIPHON_WGMMA(96, "%48, %49, %50, %51", "%52", "%53")
+ANTIPHON_WGMMA(112, "%56, %57, %58, %59", "%60", "%61")
+ANTIPHON_WGMMA(120, "%60, %61, %62, %63", "%64", "%65")
+ANTIPHON_WGMMA(128, "%64, %65, %66, %67", "%68", "%69")
+ANTIPHON_WGMMA(136, "%68, %69, %70, %71", "%72", "%73")
+ANTIPHON_WGMMA(144, "%72, %73, %74, %75", "%76", "%77")
+ANTIPHON_WGMMA(160, "%80, %81, %82, %83", "%84", "%85")
+ANTIPHON_WGMMA(192, "%96, %97, %98, %99", "%100", "%101")
+ANTIPHON_WGMMA(224, "%112, %113, %114, %115", "%116", "%117")
+ANTIPHON_WGMMA(256, "%128, %129, %130, %131", "%132", "%133")
 
 #endif  // ANTIPHON_ON_HOST
 
