@@ -129,8 +129,6 @@ def in_words(choices: ChunkChoices | None, *, chunk_graphs: bool, resident_fp8: 
     if choices is not None:
         words += ["FP8 projections"] if choices.fp8_projections else []
         words += [] if choices.expert_tile is None else [f"tiles of {choices.expert_tile}"]
-        words += ["one-launch router"] if choices.one_launch_router else []
-        words += ["overlapping launches"] if choices.overlap else []
     return ", ".join(words)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
 
 from antiphon.benchmarks.engine_model import PAGE, Bench, BenchmarkError, free_memory
 from antiphon.benchmarks.expert_spread import expert_spread, recorded_routing
@@ -144,16 +143,11 @@ class DecodeSteps:
         return self._bench.record(BENCH_DECODE, value, floor, extra, batch=batch, context=self._context)
 
 
-def decode_point(bench: Bench, batch: int, context: int, steps: int, choices: str = "") -> Record:
-    """Median step at one batch size and context, in an engine of its own.
-
-    Args:
-        choices: how the model multiplies where that is not the default, in words for the record.
-    """
+def decode_point(bench: Bench, batch: int, context: int, steps: int) -> Record:
+    """Median step at one batch size and context, in an engine of its own."""
     spread = decode_spread(bench, batch, context)
     free_memory()
-    record = DecodeSteps(bench, batch, context, steps).point(batch, spread)
-    return replace(record, extra=record.extra | {"choices": choices}) if choices else record
+    return DecodeSteps(bench, batch, context, steps).point(batch, spread)
 
 
 def _quantile(values: list[float], share: float) -> float:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -62,14 +63,6 @@ def ways_of(resident: bool) -> tuple[Way, ...]:
     return tuple(ways)
 
 
-ON_TRIAL = (
-    Way("router", False, choices=ChunkChoices(one_launch_router=True)),
-    Way("overlap", False, choices=ChunkChoices(overlap=True)),
-    Way("router-overlap", False, choices=ChunkChoices(one_launch_router=True, overlap=True)),
-)
-"""Built and not yet measured: taken only if named, so no part of what ``one_gpu`` measures."""
-
-
 @dataclass(frozen=True, slots=True)
 class Point:
     """One figure to take."""
@@ -90,22 +83,12 @@ def under(bench: Bench, way: Way) -> Bench:
 
 
 def points(bench: Bench, options: argparse.Namespace) -> list[Point]:
-    """Decode steps, then prompts of every length in one way after the other.
-
-    Steps also in ways whose launches overlap, which theirs of more than 16 sequences then do.
-    """
+    """Decode steps, then prompts of every length in one way after the other."""
     found = []
-    ways = (*ways_of(bench.resident_fp8), *ON_TRIAL)
-    wanted = [way for way in ways if way.name in options.ways.split(",")]
-    for steps_way in (None, *(way for way in wanted if way.choices.overlap)):
-        for context, batch in options.decode:
-
-            def step(way: Way | None = steps_way, context: int = context, batch: int = batch) -> Record:
-                own, words = (bench, "") if way is None else (under(bench, way), way.words)
-                return decode_point(own, batch, context, options.steps, words)
-
-            name = "" if steps_way is None else f", {steps_way.name}"
-            found.append(Point(f"decode, batch {batch}, context {context}{name}", step))
+    for context, batch in options.decode:
+        take_step = partial(decode_point, bench, batch, context, options.steps)
+        found.append(Point(f"decode, batch {batch}, context {context}", take_step))
+    wanted = [way for way in ways_of(bench.resident_fp8) if way.name in options.ways.split(",")]
     for way in wanted:
         for tokens in options.prompts:
 

@@ -27,10 +27,10 @@ class AttentionBlock:
     """What layers have in common: the rotation, attention over pages, and buffers of FP8 projections.
 
     Args:
-        overlap: launches behind a projection of more than 16 tokens may begin while the ones ahead end.
         heads: of queries, and of keys and values, on this device; None: all of the model's.
         few_tokens: up to 16 tokens take the projections made for them, and decode launches may begin while
             the ones ahead end; on the Hopper road.
+        overlap: so may rotation and attention behind a projection of more tokens.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class AttentionBlock:
         config: GptOssConfig,
         device: torch.device,
         road: Road,
-        overlap: bool = False,
         *,
         heads: tuple[int, int] | None = None,
         few_tokens: bool = True,
+        overlap: bool = False,
     ) -> None:
         self._config, self._device = config, device
         self._heads, self._kv_heads = heads or (config.num_attention_heads, config.num_key_value_heads)
@@ -123,8 +123,8 @@ class AttentionBlock:
             return None
         fp8 = None if weights.fp8 is None else weights.fp8.out
         delta = self._project(mixed, weights.out_weight, weights.out_bias, fp8)
-        behind = (delta, x, weights.mlp_norm, self._config.rms_norm_eps)
-        return chunk_norm.add_rms_norm_(*behind, self._overlap) if self._hopper else add_rms_norm_(*behind)
+        add_norm = chunk_norm.add_rms_norm_ if self._hopper else add_rms_norm_
+        return add_norm(delta, x, weights.mlp_norm, self._config.rms_norm_eps)
 
     def output_part(self, mixed: Tensor, weights: LayerWeights) -> Tensor:
         """``mixed W^T + b`` [T, H] of this device's heads, before a sum over ranks."""

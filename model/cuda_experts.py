@@ -16,13 +16,13 @@ from torch import Tensor
 from antiphon.kernels import portable_moe
 from antiphon.kernels.dense.norm import rms_norm
 from antiphon.kernels.moe import mixed, prefill
-from antiphon.kernels.moe.chunk_route import RouteScratch, route_ranked
 from antiphon.kernels.moe.decode import MAX_TOKENS, MoeWorkspace, moe_add_rms_norm, route_grouped
 from antiphon.kernels.moe.mixed import MixedWorkspace
 from antiphon.kernels.moe.prefill import Fp8Workspace
 from antiphon.kernels.moe.regime import streams_4_bit
 from antiphon.kernels.reference import ExpertMatrix
 from antiphon.kernels.router import route
+from antiphon.model.chunk_router import ChunkRouter
 from antiphon.model.config import GptOssConfig
 from antiphon.model.converted_experts import ConvertedExperts
 from antiphon.model.cuda_roads import ChunkChoices
@@ -149,7 +149,7 @@ class HopperExpertLayers:
         self._mixed_buffers = Workspaces(
             partial(MixedWorkspace, all_experts=config.num_experts, device=device)
         )
-        self._route_buffers = Workspaces(partial(RouteScratch, experts=config.num_experts, device=device))
+        self._route = ChunkRouter(config.num_experts, device)
 
     def add_layer(self, experts: CheckpointExperts) -> None:
         """Convert the next layer."""
@@ -183,8 +183,6 @@ class HopperExpertLayers:
         """See ``ExpertLayers``."""
         if not streams_4_bit(tokens, self._config.num_experts):
             (self._fp8_buffers if self.resident_fp8 else self._mixed_buffers).reserve(tokens)
-            if self._chunks.one_launch_router:
-                self._route_buffers.reserve(tokens)
 
     def forward(
         self,
@@ -197,12 +195,11 @@ class HopperExpertLayers:
     ) -> tuple[Tensor, Tensor]:
         """See ``ExpertLayers``."""
         config = self._config
-        gate_weight, gate_bias = self._routers[layer]
-        experts = self._layers[layer]
+        router, experts = self._routers[layer], self._layers[layer]
         if streams_4_bit(x.shape[0], config.num_experts):
             routed, own_norm = (x, norm) if normed is None else (normed, None)
             routing = route_grouped(
-                *(routed, gate_weight, gate_bias, self._workspace),
+                *(routed, *router, self._workspace),
                 norm_weight=own_norm,
                 eps=config.rms_norm_eps,
             )
@@ -218,29 +215,16 @@ class HopperExpertLayers:
             )
             return x, normed
         normed = rms_norm(x, norm, config.rms_norm_eps) if normed is None else normed
-        behind = (x, following_norm, config.rms_norm_eps)
+        behind, ranked = (x, following_norm, config.rms_norm_eps), self._route.ranks(x.shape[0])
         if self.resident_fp8 and experts.fp8 is not None:
             fp8_buffers = self._fp8_buffers.of(x.shape[0])
-            choice = self._route(layer, normed, live, fp8_buffers, fp8_buffers.tile)
+            choice = self._route(normed, router, fp8_buffers, fp8_buffers.tile, live)
             return x, prefill.moe_add_rms_norm_(
-                *(normed, *choice, experts.fp8, fp8_buffers, *behind), ranked=self._chunks.one_launch_router
+                *(normed, *choice, experts.fp8, fp8_buffers, *behind), ranked=ranked
             )
         buffers, tile = self._mixed_buffers.of(x.shape[0]), self._chunks.expert_tile
         tile = mixed.choose_tile(x.shape[0], config.num_experts) if tile is None else tile
-        choice = self._route(layer, normed, live, buffers, tile)
+        choice = self._route(normed, router, buffers, tile, live)
         return x, mixed.moe_add_rms_norm_(
-            *(normed, *choice, experts.streamed, experts.exponents, buffers, *behind, tile),
-            ranked=self._chunks.one_launch_router,
-            overlap=self._chunks.overlap,
+            *(normed, *choice, experts.streamed, experts.exponents, buffers, *behind, tile, ranked)
         )
-
-    def _route(
-        self, layer: int, normed: Tensor, live: Tensor, buffers: MixedWorkspace | Fp8Workspace, tile: int
-    ) -> tuple[Tensor, Tensor]:
-        """Ids and weights; with the router of one launch the buffers then hold their ranks too. Padding is
-        kept from the experts."""
-        router = self._routers[layer]
-        if not self._chunks.one_launch_router:
-            return route(normed, *router, self._config.experts_per_token, live)
-        scratch = self._route_buffers.of(normed.shape[0])
-        return route_ranked(*(normed, *router, buffers, scratch, tile, live), overlap=self._chunks.overlap)

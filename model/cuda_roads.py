@@ -32,14 +32,10 @@ class ChunkChoices:
     Attributes:
         fp8_projections: hold the attention's projections in FP8 too, and take those for long chunks.
         expert_tile: tokens of an expert's tile; None chooses by what was measured.
-        one_launch_router: route and rank in one launch; on one GPU only. Not measured yet.
-        overlap: launches may begin while the ones ahead end; on one GPU only. Not measured yet.
     """
 
     fp8_projections: bool = False
     expert_tile: int | None = None
-    one_launch_router: bool = False
-    overlap: bool = False
 
 
 def hopper_obstacle(config: GptOssConfig, device: torch.device) -> str | None:
@@ -66,6 +62,8 @@ def hopper_shape_obstacle(config: GptOssConfig) -> str | None:
             return f"{name} is {getattr(config, name)}, they are made for {value}"
     if config.num_experts > MAX_EXPERTS:
         return f"num_experts is {config.num_experts}, they are made for at most {MAX_EXPERTS}"
+    if config.num_experts % 2:
+        return f"num_experts is {config.num_experts}, they are made for an even number"
     if config.sliding_window < prefill_hopper.PAGE:
         return f"sliding_window is {config.sliding_window}, they are made for at least {prefill_hopper.PAGE}"
     return None

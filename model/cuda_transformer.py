@@ -94,7 +94,7 @@ class CudaTransformer:
                 self._experts.add_layer(layer_experts(tensors, layer))
         if tensors:
             raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
-        self._attention = AttentionBlock(config, self.device, self.road, chunks.overlap)
+        self._attention = AttentionBlock(config, self.device, self.road)
 
     def sharing(self, resident_fp8: bool, chunks: ChunkChoices) -> CudaTransformer:
         """The same weights, multiplied otherwise, so that ways can be compared without loading again.
@@ -107,7 +107,7 @@ class CudaTransformer:
         twin = copy(self)
         twin.chunks = chunks
         twin._experts = self._experts.sharing(resident_fp8, chunks)
-        twin._attention = AttentionBlock(self.config, self.device, self.road, chunks.overlap)
+        twin._attention = AttentionBlock(self.config, self.device, self.road)
         twin._layers = [
             with_fp8_projections(weights) if chunks.fp8_projections else replace(weights, fp8=None)
             for weights in self._layers

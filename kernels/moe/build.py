@@ -62,10 +62,10 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "antiphon_moe_fp8_project": (*(_POINTER,) * 6, *(_NUMBER,) * 5, _POINTER),
     # rows, slots, out, tokens, stream
     "antiphon_moe_fp8_combine": (*(_POINTER,) * 3, _NUMBER, _POINTER),
-    # rows, slots, residual, norm, out, eps, tokens, overlap, stream
-    "antiphon_moe_chunk_combine_norm": (*(_POINTER,) * 5, _REAL, *(_NUMBER,) * 2, _POINTER),
-    # delta, residual, norm, out, eps, tokens, overlap, stream
-    "antiphon_moe_chunk_add_norm": (*(_POINTER,) * 4, _REAL, *(_NUMBER,) * 2, _POINTER),
+    # rows, slots, residual, norm, out, eps, tokens, stream
+    "antiphon_moe_chunk_combine_norm": (*(_POINTER,) * 5, _REAL, _NUMBER, _POINTER),
+    # delta, residual, norm, out, eps, tokens, stream
+    "antiphon_moe_chunk_add_norm": (*(_POINTER,) * 4, _REAL, _NUMBER, _POINTER),
     # x, ids, expert_weights, rank, first_tile, activations, token_scale, row_weight, slots, tokens,
     # first_expert, experts, tile_rows, overlap, stream
     "antiphon_moe_mixed_quantise": (*(_POINTER,) * 9, *(_NUMBER,) * 5, _POINTER),

@@ -9,14 +9,11 @@ from antiphon.kernels.moe.build import launch
 from antiphon.kernels.moe.streamed import DIM
 
 
-def add_rms_norm_(
-    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, overlap: bool = False
-) -> Tensor:
+def add_rms_norm_(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``residual += delta`` in place, then its RMSNorm, which is returned.
 
     Args:
         delta, residual: [T, 2880] bf16. weight: [2880] bf16.
-        overlap: the launch may begin while the one ahead ends, and lets the next one do so.
 
     Raises:
         ValueError: another shape, dtype or layout.
@@ -25,20 +22,17 @@ def add_rms_norm_(
     out = torch.empty_like(residual)
     launch(
         "chunk_add_norm",
-        *(delta.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr()),
-        *(eps, residual.shape[0], int(overlap)),
+        *(delta.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), eps, residual.shape[0]),
     )
     return out
 
 
-def combine_rms_norm_(
-    rows: Tensor, slots: Tensor, residual: Tensor, weight: Tensor, eps: float, overlap: bool = False
-) -> Tensor:
+def combine_rms_norm_(rows: Tensor, slots: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``residual +=`` the sum of each token's expert outputs in place, then its RMSNorm, which is returned.
 
     Args:
         rows: [slots, 2880] bf16, weighted outputs. slots: [T * 4] int32, row of each (token, k), or negative.
-        residual: [T, 2880] bf16. weight: [2880] bf16. overlap: as of ``add_rms_norm_``.
+        residual: [T, 2880] bf16. weight: [2880] bf16.
 
     Raises:
         ValueError: another shape, dtype or layout.
@@ -52,7 +46,7 @@ def combine_rms_norm_(
     launch(
         "chunk_combine_norm",
         *(rows.data_ptr(), slots.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr()),
-        *(eps, residual.shape[0], int(overlap)),
+        *(eps, residual.shape[0]),
     )
     return out
 

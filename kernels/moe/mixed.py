@@ -193,7 +193,6 @@ def moe_add_rms_norm_(
     eps: float,
     tile: int | None = None,
     ranked: bool = False,
-    overlap: bool = False,
 ) -> Tensor:
     """``moe_mixed``, then ``residual += moe`` in place, then the next RMSNorm of it, which is returned.
 
@@ -202,8 +201,8 @@ def moe_add_rms_norm_(
     """
     _check_arguments(x, expert_ids, expert_weights, experts, workspace, residual)
     tile = choose_tile(x.shape[0], workspace.all_experts) if tile is None else tile
-    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile, ranked, overlap)
-    return combine_rms_norm_(workspace.rows, workspace.slots, residual, norm_weight, eps, overlap)
+    multiply(x, expert_ids, expert_weights, experts, exponents, workspace, tile, ranked)
+    return combine_rms_norm_(workspace.rows, workspace.slots, residual, norm_weight, eps)
 
 
 def multiply(

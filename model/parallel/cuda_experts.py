@@ -9,12 +9,13 @@ from torch import Tensor
 
 from antiphon.kernels import portable_moe
 from antiphon.kernels.moe import build as moe_build
-from antiphon.kernels.moe.chunk_route import RouteScratch, route_ranked
+from antiphon.kernels.moe.chunk_route import FASTER_TOKENS
 from antiphon.kernels.moe.decode import MAX_TOKENS, MoeWorkspace, moe_streamed, route_grouped
 from antiphon.kernels.moe.mixed import MixedWorkspace, choose_tile, moe_mixed
 from antiphon.kernels.moe.prefill import Fp8Workspace, moe_fp8
 from antiphon.kernels.moe.regime import streams_4_bit
 from antiphon.kernels.router import route
+from antiphon.model.chunk_router import ChunkRouter
 from antiphon.model.config import GptOssConfig
 from antiphon.model.converted_experts import ConvertedExperts
 from antiphon.model.cuda_experts import CheckpointExperts
@@ -91,7 +92,7 @@ class HopperRankExperts:
         shape: the range of expert ids and the columns held here.
         resident_fp8: hold FP8 tiles beside the 4-bit weights and multiply long chunks by them, where experts
             are whole.
-        fused: route and rank chunks in one launch, and let launches begin while the ones ahead end.
+        fused: route and rank short chunks in one launch, and let launches begin while the ones ahead end.
     """
 
     def __init__(
@@ -117,8 +118,9 @@ class HopperRankExperts:
         self._workspace = MoeWorkspace(MAX_TOKENS, *self._range)
         self._mixed_buffers = Workspaces(lambda tokens: MixedWorkspace(tokens, *self._range))
         self._fp8_buffers = Workspaces(lambda tokens: Fp8Workspace(tokens, *self._range))
-        held = len(shape.experts)
-        self._route_buffers = Workspaces(lambda tokens: RouteScratch(tokens, held, device))
+        self._route = ChunkRouter(
+            len(shape.experts), device, most_ranked=FASTER_TOKENS if fused else 0, overlap=fused
+        )
 
     def add_layer(self, experts: CheckpointExperts) -> None:
         """See ``RankExperts``."""
@@ -141,34 +143,22 @@ class HopperRankExperts:
         """See ``RankExperts``."""
         if not streams_4_bit(tokens, self._config.num_experts):
             (self._fp8_buffers if self._resident_fp8 else self._mixed_buffers).reserve(tokens)
-            if self._fused:
-                self._route_buffers.reserve(tokens)
 
     def delta(self, layer: int, normed: Tensor, live: Tensor) -> Tensor:
         """See ``RankExperts``."""
         tokens = normed.shape[0]
-        gate_weight, gate_bias = self._routers[layer]
-        experts = self._layers[layer]
+        router, experts = self._routers[layer], self._layers[layer]
         if streams_4_bit(tokens, self._config.num_experts):
-            routing = route_grouped(normed, gate_weight, gate_bias, self._workspace)
+            routing = route_grouped(normed, *router, self._workspace)
             return moe_streamed(routing, experts.streamed, self._workspace)
+        ranked = self._route.ranks(tokens)
         if experts.fp8 is not None:
             fp8_buffers = self._fp8_buffers.of(tokens)
-            routed = self._route(layer, normed, live, fp8_buffers, fp8_buffers.tile)
-            return moe_fp8(normed, *routed, experts.fp8, fp8_buffers, ranked=self._fused)
+            choice = self._route(normed, router, fp8_buffers, fp8_buffers.tile, live)
+            return moe_fp8(normed, *choice, experts.fp8, fp8_buffers, ranked=ranked)
         buffers, tile = self._mixed_buffers.of(tokens), choose_tile(tokens, self._config.num_experts)
+        choice = self._route(normed, router, buffers, tile, live)
         return moe_mixed(
-            *(normed, *self._route(layer, normed, live, buffers, tile), experts.streamed, experts.exponents),
-            *(buffers, None, tile),
-            ranked=self._fused,
+            *(normed, *choice, experts.streamed, experts.exponents, buffers, None, tile, ranked),
             overlap=self._fused,
         )
-
-    def _route(
-        self, layer: int, normed: Tensor, live: Tensor, buffers: MixedWorkspace | Fp8Workspace, tile: int
-    ) -> tuple[Tensor, Tensor]:
-        """Ids and weights; fused, the buffers then hold their ranks too."""
-        if not self._fused:
-            return route(normed, *self._routers[layer], self._config.experts_per_token, live)
-        scratch = self._route_buffers.of(normed.shape[0])
-        return route_ranked(*(normed, *self._routers[layer], buffers, scratch, tile, live), overlap=True)

@@ -73,8 +73,8 @@ class CudaRankTransformer:
         resident_fp8: where experts are dealt out whole on an H200, hold their FP8 form beside the 4-bit one.
         dtype: bfloat16; float32 where Triton interprets its kernels.
         fused: where the kernels for an H200 run, steps of up to 16 tokens take the projections made for them,
-            chunks are routed and ranked in one launch, and launches may begin while the ones ahead end. Not
-            measured yet.
+            short chunks are routed and ranked in one launch, and launches may begin while the ones ahead end.
+            Not measured yet.
         converted: this rank's experts of all layers as Hopper's kernels read them, where it takes those (see
             ``takes_hopper_experts``); their matrices are then not among ``parameters``. None converts those.
 
@@ -126,9 +126,9 @@ class CudaRankTransformer:
             raise CheckpointError(f"{next(iter(tensors))}: the model has no such parameter")
         self._attention = AttentionBlock(
             *(config, device, Road.HOPPER if self._on_hopper else Road.PORTABLE),
-            overlap=self._fused,
             heads=(len(self.shape.heads), len(self.shape.kv_heads)),
             few_tokens=self._fused,
+            overlap=self._fused,
         )
 
     def _make_experts(

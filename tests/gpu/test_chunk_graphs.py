@@ -29,18 +29,17 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 PAGE = 64
-PAGES = 40
-SIZES = (64, 256, 512, 1024)
+PAGES = 48
+SIZES = (64, 256, 512, 1024, 2048)
 MODELS = {
     "20b-resident": ("gpt-oss-20b", True, None),
     "20b-widened": ("gpt-oss-20b", False, None),
     "120b-widened": ("gpt-oss-120b", False, None),
     "20b-resident-128": ("gpt-oss-20b", True, ChunkChoices(expert_tile=128)),
     "20b-projections": ("gpt-oss-20b", False, ChunkChoices(fp8_projections=True)),
-    "20b-overlapping": ("gpt-oss-20b", False, ChunkChoices(overlap=True)),
-    "120b-overlapping": ("gpt-oss-120b", False, ChunkChoices(one_launch_router=True, overlap=True)),
 }
-"""Shape, whether FP8 experts are resident, and choices: every road of chunks, streamed for small sizes."""
+"""Shape, whether FP8 experts are resident, and choices: every road of chunks, streamed for small sizes, with
+the router and the ranking in one launch for all others but the largest."""
 
 
 @pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
@@ -67,7 +66,7 @@ class Chunks:
             window_tokens=128,
             max_context_tokens=PAGES * PAGE,
             vocab_size=model.config.vocab_size,
-            chunk_tokens=1024,
+            chunk_tokens=SIZES[-1],
             layer_groups=layer_groups,
             overlap=True,
             chunk_graph_tokens=SIZES,
@@ -144,9 +143,9 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_a_replayed_chunk_is_the_eager_one_bit_for_bit(model: CudaTransformer, layer_groups: int) -> None:
     """Over every road of the experts, padded and not, at the prompt's beginning and behind a prefix."""
     chunks = Chunks(model, layer_groups)
-    chunks.replay(chunks.work(0, 1024, seed=9))  # leaves something of its own in all memory
+    chunks.replay(chunks.work(0, SIZES[-1], seed=9))  # leaves something of its own in all memory
     for start in (0, 256, 901):
-        for count in (1, 2, 63, 64, 65, 200, 256, 400, 512, 700, 1023, 1024):
+        for count in (1, 2, 63, 64, 65, 200, 256, 400, 512, 700, 1023, 1024, 1025, 2047, 2048):
             size = min(size for size in SIZES if size >= count)
             work = chunks.work(start, count)
             parts: list[int] = []
@@ -221,8 +220,8 @@ def test_a_longer_eager_chunk_between_two_replays_changes_nothing(model: CudaTra
     chunks = Chunks(model)
     work = chunks.work(0, 1024)
     first, pages = chunks.replay(work), chunks.pages()
-    tokens = 2048
-    long = chunks.graphs.batch(1024)
+    tokens = 2 * SIZES[-1]
+    long = chunks.graphs.batch(SIZES[-1])
     grown = replace(
         long,
         token_ids=long.token_ids.repeat(2),

@@ -12,6 +12,7 @@ from torch import Tensor
 from antiphon.kernels import reference
 from antiphon.kernels.dense import fp8_projection
 from antiphon.kernels.dense.fp8_projection import Fp8Projection
+from antiphon.kernels.moe.chunk_route import FASTER_TOKENS
 from antiphon.kernels.reference import ExpertMatrix, PagedSequences, dequantize_mxfp4
 from antiphon.model.checkpoint.load import fill
 from antiphon.model.checkpoint.synthesize import synthesize_parameters
@@ -151,6 +152,7 @@ def rounded_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         (False, 384, ChunkChoices()),
         (False, 696, ChunkChoices()),
         (False, 696, ChunkChoices(expert_tile=288)),
+        (False, FASTER_TOKENS + 1, ChunkChoices()),
     ],
 )
 def test_long_chunks_lose_what_e4m3_operands_lose(
@@ -158,12 +160,13 @@ def test_long_chunks_lose_what_e4m3_operands_lose(
 ) -> None:
     """A random model amplifies any rounding: the yardstick is the plain one with the same roundings."""
     config = four_layers("gpt-oss-20b")
-    prompts = tokens(1, 696)
-    exact = teacher_forced(plain(config, torch.float32), prompts, 696, 696, torch.float32)
+    length = max(chunk, 696)
+    prompts = tokens(1, length)
+    exact = teacher_forced(plain(config, torch.float32), prompts, length, length, torch.float32)
     parameters = synthesize_parameters(config, 0, "cuda")
     monkeypatch.setattr(fp8_projection, "MIN_TOKENS", chunk // 2)
     model = CudaTransformer(config, parameters, road=Road.HOPPER, resident_fp8=resident, chunks=choices)
-    same, error = agreement(teacher_forced(model, prompts, chunk, 696, torch.bfloat16), exact)
+    same, error = agreement(teacher_forced(model, prompts, chunk, length, torch.bfloat16), exact)
     plain_moe, plain_swiglu = reference.moe, reference.swiglu
     columns = 128 if resident else config.hidden_size
 
@@ -177,7 +180,7 @@ def test_long_chunks_lose_what_e4m3_operands_lose(
     monkeypatch.setattr(reference, "swiglu", swiglu)
     if choices.fp8_projections:
         monkeypatch.setattr(reference, "linear", rounded_linear)
-    yardstick = teacher_forced(plain(config, torch.bfloat16), prompts, 696, 696, torch.bfloat16)
+    yardstick = teacher_forced(plain(config, torch.bfloat16), prompts, length, length, torch.bfloat16)
     same_plain, error_plain = agreement(yardstick, exact)
     print(f"FP8 {resident=} {chunk=} {choices}: argmax equal at {same:.4f}, error {error:.4f}")
     print(f"  plain bf16 with e4m3 operands: {same_plain:.4f}, {error_plain:.4f}")

@@ -30,7 +30,7 @@ def test_adds_and_norms(library: Any) -> None:
     gain = torch.randn(DIM).bfloat16()
     expected = residual + delta
     out = torch.full_like(delta, float("nan"))
-    library.call("moe_chunk_add_norm", delta, residual, gain, out, EPS, TOKENS, 1)
+    library.call("moe_chunk_add_norm", delta, residual, gain, out, EPS, TOKENS)
     assert torch.equal(residual, expected)
     assert relative_error(out, reference.rms_norm(expected.float(), gain.float(), EPS)) <= 3e-3
 
@@ -48,6 +48,6 @@ def test_sums_the_experts_of_each_token_in_order(library: Any) -> None:
     residual, gain = torch.randn(TOKENS, DIM).bfloat16(), torch.randn(DIM).bfloat16()
     expected = residual + moe.bfloat16()
     out = torch.full_like(residual, float("nan"))
-    library.call("moe_chunk_combine_norm", rows, slots, residual, gain, out, EPS, TOKENS, 1)
+    library.call("moe_chunk_combine_norm", rows, slots, residual, gain, out, EPS, TOKENS)
     assert torch.equal(residual, expected)
     assert relative_error(out, reference.rms_norm(expected.float(), gain.float(), EPS)) <= 3e-3

@@ -35,6 +35,7 @@ def test_published_shapes_are_what_they_are_made_for(model: str) -> None:
         ("experts_per_token", 2),
         ("swiglu_limit", 6.0),
         ("num_experts", 256),
+        ("num_experts", 33),
         ("sliding_window", 32),
     ],
 )

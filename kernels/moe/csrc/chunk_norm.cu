@@ -17,7 +17,6 @@ struct NormArguments {
   const __nv_bfloat16* norm;  // [kHidden]
   __nv_bfloat16* out;         // [tokens, kHidden]
   float eps;
-  bool overlap;  // with the kernel that follows, which should find every SM nearly free
 };
 
 struct Eight {
@@ -71,9 +70,6 @@ __global__ void __launch_bounds__(kThreads) chunk_norm_kernel(const __grid_const
   const int token = blockIdx.x, column = threadIdx.x * 8, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const size_t at = static_cast<size_t>(token) * kHidden + column;
   const bool active = column < kHidden;
-  uint4 gain = make_uint4(0, 0, 0, 0);
-  if (active) gain = load(a.norm + column);
-  grid_dependency_wait();
   Eight total = {};
   if (active) {
     const Eight before = Eight::of(load(a.residual + at));
@@ -91,15 +87,14 @@ __global__ void __launch_bounds__(kThreads) chunk_norm_kernel(const __grid_const
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
   if (lane == 0) squares[warp] = sum;
   __syncthreads();
-  if (a.overlap) grid_dependency_trigger();
   if (!active) return;
   float all = 0.0f;
 #pragma unroll
   for (int i = 0; i < kThreads / 32; ++i) all += squares[i];
   const float factor = rsqrtf(all / kHidden + a.eps);
-  const Eight by = Eight::of(gain);
+  const Eight gain = Eight::of(load(a.norm + column));
 #pragma unroll
-  for (int i = 0; i < 8; ++i) total.value[i] *= factor * by.value[i];
+  for (int i = 0; i < 8; ++i) total.value[i] *= factor * gain.value[i];
   *reinterpret_cast<uint4*>(a.out + at) = total.rounded();
 }
 
@@ -108,23 +103,22 @@ __global__ void __launch_bounds__(kThreads) chunk_norm_kernel(const __grid_const
 
 // residual += sum of the token's four rows; out = its norm.
 extern "C" int antiphon_moe_chunk_combine_norm(const void* rows, const int* slots, void* residual, const void* norm,
-                                               void* out, float eps, int tokens, int overlap,
-                                               void* stream) {
+                                               void* out, float eps, int tokens, void* stream) {
   const antiphon::NormArguments a = {static_cast<const __nv_bfloat16*>(rows), slots,
                                      static_cast<__nv_bfloat16*>(residual),
                                      static_cast<const __nv_bfloat16*>(norm),
-                                     static_cast<__nv_bfloat16*>(out), eps, overlap != 0};
+                                     static_cast<__nv_bfloat16*>(out), eps};
   return antiphon::launch(antiphon::chunk_norm_kernel<true>, dim3(tokens), dim3(antiphon::kThreads), 0,
-                          static_cast<cudaStream_t>(stream), overlap != 0, a);
+                          static_cast<cudaStream_t>(stream), false, a);
 }
 
 // residual += delta; out = its norm.
 extern "C" int antiphon_moe_chunk_add_norm(const void* delta, void* residual, const void* norm, void* out, float eps,
-                                           int tokens, int overlap, void* stream) {
+                                           int tokens, void* stream) {
   const antiphon::NormArguments a = {static_cast<const __nv_bfloat16*>(delta), nullptr,
                                      static_cast<__nv_bfloat16*>(residual),
                                      static_cast<const __nv_bfloat16*>(norm),
-                                     static_cast<__nv_bfloat16*>(out), eps, overlap != 0};
+                                     static_cast<__nv_bfloat16*>(out), eps};
   return antiphon::launch(antiphon::chunk_norm_kernel<false>, dim3(tokens), dim3(antiphon::kThreads), 0,
-                          static_cast<cudaStream_t>(stream), overlap != 0, a);
+                          static_cast<cudaStream_t>(stream), false, a);
 }
