@@ -1,7 +1,8 @@
 """One rank of ``test_rank_chunks_cuda``, as a process: chunks that two GPUs replay against the same launched.
 
-Told by its arguments: rank, port of rank 0's store, model, layer groups, whether it samples. Ends with an
-error when a page of either rank, or what a trained model says behind replayed pages, is not as it should be.
+Told by its arguments: rank, port of rank 0's store, model, layer groups, whether it samples, whether launches
+are fused. Ends with an error when a page of either rank, or what a trained model says behind replayed pages,
+is not as it should be.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from antiphon.model.parallel.leader import LeaderModel
 from antiphon.model.parallel.reduce_limits import limits_of
 from antiphon.model.parallel.sharding import shard_parameters
 
-PAGES = 40
-SIZES = (64, 256, 1024)
+PAGES = 48
+SIZES = (64, 256, 1024, 2048)
 RANDOMISE, KEEP, COMPARE = b"randomise", b"keep", b"compare"
 
 
@@ -123,7 +124,7 @@ def same_as_launched(leader: LeaderModel, pages: Pages, replays: Replays, groups
     """Padded and not, at a prompt's beginning and behind a prefix: bit for bit, on both ranks."""
     tokens = torch.randint(0, leader.config.vocab_size, (PAGES * PAGE,))
     for start in (0, 901):
-        for count in (1, 63, 64, 200, 256, 700, 1024):
+        for count in (1, 63, 64, 200, 256, 700, 1024, 1025, 2048):
             size = min(size for size in SIZES if size >= count)
             leader.publish(RANDOMISE)
             pages.randomise()
@@ -175,7 +176,7 @@ def make_cache(config: Any, ranks: int, device: torch.device) -> PagedKvCache:
     )
 
 
-def main(number: int, port: int, name: str, groups: int, samples: bool) -> None:
+def main(number: int, port: int, name: str, groups: int, samples: bool, fused: bool) -> None:
     """This rank's life."""
     rank = Rank(number, argparse.Namespace(ranks=2, device="cuda", out=None), port)
     about = subject(name)
@@ -191,6 +192,7 @@ def main(number: int, port: int, name: str, groups: int, samples: bool) -> None:
         *(shard_parameters(about.config, layout, about.parameters(rank.device)), rank.device),
         row_reduce=rank.fused(limits_of(2), about.config.hidden_size),
         with_unembedding=samples,
+        fused=fused,
     )
     pages = Pages(make_cache(about.config, 2, rank.device), number)
     ends = pages.cache.last_layers(groups)
@@ -220,4 +222,5 @@ def main(number: int, port: int, name: str, groups: int, samples: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5] == "samples")
+    said = sys.argv[1:]
+    main(int(said[0]), int(said[1]), said[2], int(said[3]), said[4] == "samples", said[5] == "fused")

@@ -19,21 +19,25 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("model", "groups", "role"),
+    ("model", "groups", "role", "launches"),
     [
-        ("gpt-oss-tiny", 1, "samples"),
-        ("gpt-oss-20b", 2, "samples"),
-        ("gpt-oss-20b", 2, "ships"),
-        ("gpt-oss-120b", 2, "ships"),
+        ("gpt-oss-tiny", 1, "samples", "single"),
+        ("gpt-oss-20b", 2, "samples", "single"),
+        ("gpt-oss-20b", 2, "ships", "single"),
+        ("gpt-oss-120b", 2, "ships", "single"),
+        ("gpt-oss-20b", 2, "samples", "fused"),
+        ("gpt-oss-120b", 2, "ships", "fused"),
     ],
 )
-def test_replayed_chunks_over_two_ranks_equal_launched_ones(model: str, groups: int, role: str) -> None:
+def test_replayed_chunks_over_two_ranks_equal_launched_ones(
+    model: str, groups: int, role: str, launches: str
+) -> None:
     """Four layers of the published shapes; the demo model, which is trained, also says what one GPU says."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(port), model, str(groups), role],
+            [sys.executable, str(SCRIPT), str(rank), str(port), model, str(groups), role, launches],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
