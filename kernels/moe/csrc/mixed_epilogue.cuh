@@ -15,6 +15,9 @@ __device__ __forceinline__ uint32_t transpose_rows(uint32_t word) {
   return permute(word, other, r < 2 ? 0x5410 : 0x3276);
 }
 
+// Groups of 8 tokens between two looks at whether there are more: what lies between can be reordered.
+constexpr int kCheck = 4;
+
 // A thread's two weight rows: their factors and biases. `row_tile`: 64 rows of an expert.
 struct RowTerms {
   float factor[2], bias[2];
@@ -24,10 +27,12 @@ __device__ __forceinline__ float row_factor(int top) {  // 2^(top - 127 - kTopEx
   return __uint_as_float(static_cast<uint32_t>(max(top - kTopExponent, 0)) << 23);
 }
 
-// Rows alternate gate, up; the thread holds both of one hidden column. N tokens from the tile's `first` on.
+// Rows alternate gate, up; the thread holds both of one hidden column. Of N sums those of the `tokens` from the tile's
+// `first` on.
 template <typename S, int N, bool SPLIT>
-__device__ __forceinline__ void store_hidden(const Arguments& a, const Work& work, int first, const float* acc,
-                                             const float* scales, const RowTerms& terms, int row_tile) {
+__device__ __forceinline__ void store_hidden(const Arguments& a, const Work& work, int first, int tokens,
+                                             const float* acc, const float* scales, const RowTerms& terms,
+                                             int row_tile) {
   const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int tiles = SPLIT ? a.hidden_spans * kSpanTiles : kTilesK;
   uint8_t* tile = static_cast<uint8_t*>(a.out) +
@@ -35,6 +40,7 @@ __device__ __forceinline__ void store_hidden(const Arguments& a, const Work& wor
   const int column = row_tile % 4 * 32 + warp * 8 + g / 4 * 4;
 #pragma unroll
   for (int j = 0; j < N / 8; j += 2) {
+    if (j % kCheck == 0 && 8 * j >= tokens) break;
     float hidden[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -51,7 +57,7 @@ __device__ __forceinline__ void store_hidden(const Arguments& a, const Work& wor
     const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(hidden[2], hidden[3]), __NV_SATFINITE, __NV_E4M3);
     const uint32_t word = transpose_rows(low | (high << 16));
     const int r = g % 4, row = first + (j + r / 2) * 8 + 2 * t + r % 2;
-    if (row < work.rows) *reinterpret_cast<uint32_t*>(tile + fp8::swizzled(row, column)) = word;
+    if (row < first + tokens) *reinterpret_cast<uint32_t*>(tile + fp8::swizzled(row, column)) = word;
   }
 }
 
@@ -61,14 +67,16 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 }
 
 template <typename S, int N>
-__device__ __forceinline__ void store_weighted(const Arguments& a, const Work& work, int first, const float* acc,
-                                               const float* factors, const RowTerms& terms, int row_tile) {
+__device__ __forceinline__ void store_weighted(const Arguments& a, const Work& work, int first, int tokens,
+                                               const float* acc, const float* factors, const RowTerms& terms,
+                                               int row_tile) {
   const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const size_t slot = static_cast<size_t>(work.tile_m) * S::kTileRows;
   // Even lanes take rows 0 .. 7 of the warp's 16, odd lanes rows 8 .. 15: four rows each.
   auto* out = static_cast<__nv_bfloat16*>(a.out) + row_tile * 64 + warp * 16 + t % 2 * 8 + t / 2 * 4;
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
+    if (j % kCheck == 0 && 8 * j >= tokens) break;
     const float2 weight = *reinterpret_cast<const float2*>(factors + first + j * 8 + 2 * t);
     const float* sum = acc + 4 * j;
     uint32_t upper = pack(weight.x * fmaf(sum[0], terms.factor[0], terms.bias[0]),
@@ -81,7 +89,7 @@ __device__ __forceinline__ void store_weighted(const Arguments& a, const Work& w
     const uint32_t given = __shfl_xor_sync(0xFFFFFFFFu, t % 2 == 0 ? lower : upper, 1);
     const uint2 words = t % 2 == 0 ? make_uint2(upper, given) : make_uint2(given, lower);
     const int row = first + j * 8 + g;
-    if (row < work.rows) *reinterpret_cast<uint2*>(out + (slot + row) * kDim) = words;
+    if (row < first + tokens) *reinterpret_cast<uint2*>(out + (slot + row) * kDim) = words;
   }
 }
 
@@ -103,9 +111,9 @@ struct Rows {
     tops[1] = terms[16 + row + kApart];
   }
 
-  // N tokens from the tile's `first` on. factors: of the two rows' sums.
+  // Of N sums those of the `tokens` from the tile's `first` on. factors: of the two rows' sums.
   template <int N>
-  __device__ __forceinline__ void store(const Arguments& a, int first, const float* acc,
+  __device__ __forceinline__ void store(const Arguments& a, int first, int tokens, const float* acc,
                                         const float (&factors)[2]) const {
     const int row_tile = work.tile_n * S::kGroups + row / 64;
     if (row_tile >= a.row_tiles) return;
@@ -118,9 +126,9 @@ struct Rows {
       of_rows.bias[i] = __bfloat162float(bias[row + i * kApart]);
     }
     if constexpr (GATED) {
-      store_hidden<S, N, SPLIT>(a, work, first, acc, of_tokens, of_rows, row_tile);
+      store_hidden<S, N, SPLIT>(a, work, first, tokens, acc, of_tokens, of_rows, row_tile);
     } else {
-      store_weighted<S, N>(a, work, first, acc, of_tokens, of_rows, row_tile);
+      store_weighted<S, N>(a, work, first, tokens, acc, of_tokens, of_rows, row_tile);
     }
   }
 };

@@ -3,276 +3,58 @@
 //
 // Weight rows are the M of the products, tokens the N: the weights need no shared memory beyond their packed bytes.
 // Persistent blocks; two producer threads (activations, weights) and consumer warpgroups of 64 weight rows each, which
-// prepare the next 64 columns while the tensor core works on the last. The first projection's epilogue adds the bias,
-// applies the clamped SwiGLU and writes the second projection's e4m3 operand in place; the second's adds the bias
-// inside the routing weight.
+// prepare the next 64 columns while the tensor core works on the last (mixed_sums.cuh). The first projection's epilogue
+// adds the bias, applies the clamped SwiGLU and writes the second projection's e4m3 operand in place; the second's adds
+// the bias inside the routing weight. What a tile needs beside its operands comes through shared memory ahead of time.
 //
-// Integer operations are what the products wait for: accumulators go through the registers' ports while they run, and
-// a warpgroup whose operand is in registers is held until it is read. So loops go on by six pairs of blocks, where all
-// offsets are constants, and what a tile needs beside its operands comes through shared memory ahead of time.
-//
-// Two forms. Many tokens an expert: a weight row has one exponent, so the sums over all 2880 columns stay in the tensor
-// core and both factors meet them once, in the epilogue. Few tokens: products are cheap and widening is not, so the
-// block scales meet the sums of every 32 columns instead.
-//
-// SPLIT: experts that ranks hold columns of. The first projection has fewer rows, the second fewer columns, whose number
-// is an argument.
+// SPLIT: experts that ranks hold columns of. The first projection has fewer rows, the second fewer columns, whose
+// number is an argument.
 #pragma once
 
 #include "mixed_epilogue.cuh"
+#include "mixed_sums.cuh"
 
 namespace antiphon::mixed {
 namespace {
 
-using Middle = Shape<3, 160, 5, 5, 160>;
-using Wide = Shape<2, 256, 4, 6, 232>;
-using Widest = Shape<2, 288, 4, 5, 232>;
-template <int N>
-using Narrow = Shape<3, N, 6, 8, 160>;
-
-constexpr int kBody = 6;  // pairs that a loop goes on by: three tiles of tokens, two stages of weights
-static_assert(kPairs % kBody == 3 && kBody % kStagePairs == 0 && kBody * 64 == kSpanColumns);
-
-// Two products of 32 columns each, with one or both halves of the tokens; `tokens` describes their operand.
-template <int N, int PARTS, int LENGTH>
-__device__ __forceinline__ void multiply(float (&acc)[PARTS][LENGTH], const uint32_t (&weights)[8], uint64_t tokens,
-                                         int accumulate) {
-  constexpr int kPart = N / PARTS;
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part)
-      wgmma_e4m3_registers<kPart>(acc[part], weights + 4 * k, tokens + 2 * k + part * (kPart * fp8::kTileK / 16),
-                                  k == 0 ? accumulate : 1);
+// Multiplies with the narrowest of the widths that holds the tile's tokens, or the last one; returns how many of them a
+// part of the sums has.
+template <bool SPANS, int N, int... WIDER, typename S>
+__device__ __forceinline__ int accumulate_fitting(const Arguments& a, int tokens, uint32_t offsets, Consumer<S>& c,
+                                                  WideSums<S>& sums) {
+  if constexpr (sizeof...(WIDER) > 0) {
+    if (tokens > N) return accumulate_fitting<SPANS, WIDER...>(a, tokens, offsets, c, sums);
   }
-  wgmma_commit();
-}
-
-// The sums of a tile of many tokens: 64 rows x N, all 2880 columns, in pairs of 32 columns. While the products of one
-// pair run, the next one is widened, and what the one after that is widened from is on its way.
-template <typename S>
-struct WideSums {
-  // Products take 256 tokens at most. The same arrays for every width: registers are not moved between branches.
-  static constexpr int kParts = (S::kTileRows + 255) / 256;
-  static constexpr int kOperands = S::kOperands;
-  float acc[kParts][S::kTileRows / kParts / 2];
-  uint32_t operand[kOperands][8];
-  Packed packed[kOperands];
-  PairMagnitudes by;
-  uint64_t tokens;
-  int held;  // token slot whose products may still be running
-
-  template <int PAIR>
-  __device__ __forceinline__ void read(Consumer<S>& c) {
-    packed[PAIR % kOperands] = c.template read<PAIR % kStagePairs>();
-  }
-
-  template <int PAIR>
-  __device__ __forceinline__ void look_up(Consumer<S>& c, uint32_t offsets) {
-    by = pair_magnitudes(packed[PAIR % kOperands].scales, offsets, c.magnitudes);
-  }
-
-  template <int PAIR>
-  __device__ __forceinline__ void widen(const Consumer<S>& c) {
-    widen_pair(packed[PAIR % kOperands].words, by, operand[PAIR % kOperands]);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) pin(operand[PAIR % kOperands][i]);
-    if constexpr (PAIR % kStagePairs == kStagePairs - 1) c.release_stage();
-  }
-
-  // Pair P of a body, of which there are `LEFT` more behind it: its products begin, the next is widened, and the second
-  // next is read.
-  template <int N, int P, int LEFT>
-  __device__ __forceinline__ void step(Consumer<S>& c, uint32_t offsets, bool first) {
-    if constexpr (P % 2 == 0) tokens = c.wait_tokens();
-    multiply<N, kParts>(acc, operand[P % kOperands], tokens + 4 * (P % 2), !first);
-    if constexpr (kOperands == 2) {
-      if constexpr (LEFT >= 2) read<P + 2>(c);
-      wgmma_wait<1>();  // the products before these
-      if constexpr (P % 2 == 0) {
-        if (!first) c.release(held);
-        held = c.tokens.slot;
-      } else {
-        c.tokens.advance();
-      }
-      if constexpr (LEFT >= 1) widen<P + 1>(c);
-    } else {  // the other warpgroups' products are what widening overlaps with
-      wgmma_wait<0>();
-      if constexpr (P % 2 == 1 || LEFT == 0) {
-        c.release(c.tokens.slot);
-        c.tokens.advance();
-      }
-      if constexpr (LEFT >= 1) widen<P + 1>(c);
-      if constexpr (LEFT >= 2) read<P + 2>(c);
-    }
-    if constexpr (LEFT >= 2) look_up<P + 2>(c, offsets);
-  }
-
-  // SPANS: of whole spans of columns, of which the last is multiplied behind the loop; otherwise of 2880.
-  template <int N, bool SPANS>
-  __device__ __forceinline__ void accumulate(Consumer<S>& c, uint32_t offsets, const Arguments& a) {
-    const int bodies = SPANS ? a.hidden_spans - 1 : kPairs / kBody;
-    read<0>(c);
-    look_up<0>(c, offsets);
-    widen<0>(c);
-    read<1>(c);
-    look_up<1>(c, offsets);
-#pragma unroll 1
-    for (int body = 0; body < bodies; ++body) {
-      step<N, 0, 3>(c, offsets, body == 0);
-      step<N, 1, 3>(c, offsets, false);
-      step<N, 2, 3>(c, offsets, false);
-      step<N, 3, 3>(c, offsets, false);
-      step<N, 4, 3>(c, offsets, false);
-      step<N, 5, 3>(c, offsets, false);
-    }
-    if constexpr (SPANS) {
-      step<N, 0, 3>(c, offsets, bodies == 0);
-      step<N, 1, 3>(c, offsets, false);
-      step<N, 2, 3>(c, offsets, false);
-      step<N, 3, 2>(c, offsets, false);
-      step<N, 4, 1>(c, offsets, false);
-      step<N, 5, 0>(c, offsets, false);
-    } else {
-      step<N, 0, 2>(c, offsets, false);
-      step<N, 1, 1>(c, offsets, false);
-      step<N, 2, 0>(c, offsets, false);
-    }
-    if constexpr (kOperands == 2) {
-      wgmma_wait<0>();
-      c.release(held);
-      if constexpr (!SPANS) c.tokens.advance();  // the last tile is half full
-    }
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int i = 0; i < N / kParts / 2; ++i) pin(acc[part][i]);
-    }
-  }
-};
-
-// The same of few tokens, N of a tile and W of them multiplied. Every column of sums costs as much as those of tokens, so
-// widths go on by 8.
-template <int N, int W>
-struct NarrowSums {
-  static constexpr int kStored = (W + 15) / 16 * 16;  // tokens beyond the tile's are not written
-  float acc[kStored / 2], parts[2][W / 2];
-  uint32_t operand[2][8], scales;
-  uint64_t tokens;
-
-  // The next pair without its scales, which are returned.
-  template <int PAIR>
-  __device__ __forceinline__ uint32_t expand(Consumer<Narrow<N>>& c, uint32_t (&operand)[8]) {
-    const Packed packed = c.template read<PAIR>();
-    expand_pair(packed.words, operand);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) pin(operand[i]);
-    if constexpr (PAIR == kStagePairs - 1) c.release_stage();
-    return packed.scales;
-  }
-
-  __device__ __forceinline__ void start(const uint32_t (&weights)[8], uint64_t tokens) {
-    wgmma_fence();
-    wgmma_e4m3_registers<W>(parts[0], weights, tokens, 0);
-    wgmma_e4m3_registers<W>(parts[1], weights + 4, tokens + 2, 0);
-    wgmma_commit();
-  }
-
-  __device__ __forceinline__ void finish(uint32_t scales) {
-    wgmma_wait<0>();
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      const float upper = __uint_as_float((block == 0 ? scales << 23 : scales << 7) & 0x7F800000u);
-      const float lower = __uint_as_float((block == 0 ? scales << 15 : scales >> 1) & 0x7F800000u);
-#pragma unroll
-      for (int i = 0; i < W / 2; ++i) {
-        pin(parts[block][i]);
-        acc[i] = fmaf(parts[block][i], i % 4 < 2 ? upper : lower, acc[i]);
-      }
-    }
-  }
-
-  // Pair P of a body, and the next one's operand.
-  template <int P, bool MORE>
-  __device__ __forceinline__ void step(Consumer<Narrow<N>>& c) {
-    if constexpr (P % 2 == 0) tokens = c.wait_tokens();
-    start(operand[P % 2], tokens + 4 * (P % 2));
-    uint32_t next = 0;
-    if constexpr (MORE) next = expand<(P + 1) % kStagePairs>(c, operand[(P + 1) % 2]);
-    finish(scales);
-    scales = next;
-    if constexpr (P % 2 == 1 || !MORE) {
-      c.release(c.tokens.slot);
-      c.tokens.advance();
-    }
-  }
-
-  template <bool SPANS>
-  __device__ __forceinline__ void accumulate(Consumer<Narrow<N>>& c, const Arguments& a) {
-    const int bodies = SPANS ? a.hidden_spans - 1 : kPairs / kBody;
-#pragma unroll
-    for (int i = 0; i < kStored / 2; ++i) acc[i] = 0.0f;
-    scales = expand<0>(c, operand[0]);
-#pragma unroll 1
-    for (int body = 0; body < bodies; ++body) {
-      step<0, true>(c);
-      step<1, true>(c);
-      step<2, true>(c);
-      step<3, true>(c);
-      step<4, true>(c);
-      step<5, true>(c);
-    }
-    step<0, true>(c);
-    step<1, true>(c);
-    step<2, SPANS>(c);
-    if constexpr (SPANS) {
-      step<3, true>(c);
-      step<4, true>(c);
-      step<5, false>(c);
-    }
-  }
-};
-
-template <int N, bool GATED, bool SPLIT, typename S>
-__device__ __forceinline__ void run_wide(const Arguments& a, const uint8_t* terms, uint32_t offsets, Consumer<S>& c,
-                                         WideSums<S>& sums) {
-  sums.template accumulate<N, SPLIT && !GATED>(c, offsets, a);
-  const Rows<S, GATED, SPLIT> rows(terms, c.group);  // again, rather than held in registers
-  constexpr int kParts = WideSums<S>::kParts;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part)
-    rows.template store<N / kParts>(a, part * (N / kParts), sums.acc[part],
-                                    {row_factor(rows.tops[0]), row_factor(rows.tops[1])});
-}
-
-// With the narrowest of the widths that holds the tile's tokens, or the last one.
-template <bool GATED, bool SPLIT, int N, int... WIDER, typename S>
-__device__ __forceinline__ void run_fitting(const Arguments& a, int tokens, const uint8_t* terms, uint32_t offsets,
-                                            Consumer<S>& c, WideSums<S>& sums) {
-  if constexpr (sizeof...(WIDER) == 0) {
-    run_wide<N, GATED, SPLIT>(a, terms, offsets, c, sums);
-  } else if (tokens <= N) {
-    run_wide<N, GATED, SPLIT>(a, terms, offsets, c, sums);
-  } else {
-    run_fitting<GATED, SPLIT, WIDER...>(a, tokens, terms, offsets, c, sums);
-  }
+  sums.template accumulate<N, SPANS>(c, offsets, a);
+  return N / WideSums<S>::kParts;
 }
 
 template <bool GATED, bool SPLIT, typename S>
 __device__ __forceinline__ void consume(const Arguments& a, int total, Consumer<S>& c) {
+  constexpr bool kSpans = SPLIT && !GATED;
+  constexpr int kParts = WideSums<S>::kParts;
   WideSums<S> sums;
   for (int index = blockIdx.x; index < total; index += gridDim.x) {
     const uint8_t* terms = c.wait_terms();
-    const Rows<S, GATED, SPLIT> rows(terms, c.group);
-    const uint32_t offsets = level_offsets(rows.tops[0], rows.tops[1]);
-    const int tokens = __shfl_sync(0xFFFFFFFFu, rows.work.rows, 0);
-    if constexpr (S::kTileRows == Middle::kTileRows) {
-      run_fitting<GATED, SPLIT, 64, 80, 96, 112, 128, 144, 160>(a, tokens, terms, offsets, c, sums);
-    } else if constexpr (S::kTileRows == Wide::kTileRows) {
-      run_fitting<GATED, SPLIT, 64, 96, 128, 160, 192, 224, 256>(a, tokens, terms, offsets, c, sums);
-    } else {
-      run_fitting<GATED, SPLIT, 128, 240, 256, 272, 288>(a, tokens, terms, offsets, c, sums);
+    int tokens, part_tokens;
+    {
+      const Rows<S, GATED, SPLIT> rows(terms, c.group);
+      const uint32_t offsets = level_offsets(rows.tops[0], rows.tops[1]);
+      tokens = __shfl_sync(0xFFFFFFFFu, rows.work.rows, 0);
+      if constexpr (S::kTileRows == Middle::kTileRows) {
+        part_tokens = accumulate_fitting<kSpans, 64, 80, 96, 128, 160>(a, tokens, offsets, c, sums);
+      } else if constexpr (S::kTileRows == Wide::kTileRows) {
+        part_tokens = accumulate_fitting<kSpans, 64, 128, 192, 256>(a, tokens, offsets, c, sums);
+      } else {
+        part_tokens = accumulate_fitting<kSpans, 64, 192, 256, 272, 288>(a, tokens, offsets, c, sums);
+      }
+    }
+    const Rows<S, GATED, SPLIT> rows(terms, c.group);  // again, rather than held in registers
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int first = part * part_tokens;
+      rows.template store<S::kTileRows / kParts>(a, first, min(tokens - first, part_tokens), sums.acc[part],
+                                                 {row_factor(rows.tops[0]), row_factor(rows.tops[1])});
     }
     c.release_terms();
   }
@@ -288,7 +70,7 @@ __device__ __forceinline__ void run_fitting(const Arguments& a, int tokens, cons
   constexpr float kFactor = 1 << kExpandedExponent;
   NarrowSums<N, W> sums;
   sums.template accumulate<SPLIT && !GATED>(c, a);
-  rows.template store<sums.kStored>(a, 0, sums.acc, {kFactor, kFactor});
+  rows.template store<sums.kStored>(a, 0, tokens, sums.acc, {kFactor, kFactor});
 }
 
 template <bool GATED, bool SPLIT, int N>
