@@ -69,22 +69,17 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     # x, ids, expert_weights, rank, first_tile, activations, token_scale, row_weight, slots, tokens,
     # first_expert, experts, tile_rows, overlap, stream
     "antiphon_moe_mixed_quantise": (*(_POINTER,) * 9, *(_NUMBER,) * 5, _POINTER),
-    # activations, weights, tops, bias, tiles, tile_count, token_scale, hidden, tile_rows, grid, overlap,
-    # stream
-    "antiphon_moe_mixed_gate_up": (*(_POINTER,) * 8, *(_NUMBER,) * 3, _POINTER),
-    # hidden, weights, tops, bias, tiles, tile_count, row_weight, rows, tile_rows, grid, overlap, stream
-    "antiphon_moe_mixed_down": (*(_POINTER,) * 8, *(_NUMBER,) * 3, _POINTER),
+    # activations, gate_up, gate_up_tops, gate_up_bias, down, down_tops, down_bias, tiles, tile_count, ready,
+    # token_scale, row_weight, hidden, rows, tile_rows, grid, overlap, stream
+    "antiphon_moe_mixed_experts": (*(_POINTER,) * 14, *(_NUMBER,) * 3, _POINTER),
 }
 _SPLIT_SIGNATURES: dict[str, tuple[type, ...]] = {
     # gate_up, gate_up_bias, down, down_bias, activations, scale, order, tiles, tile_count, ready, hidden,
     # pair_weight, partial, max_tiles, hidden_columns, token_tile, grid, overlap, stream
     "antiphon_moe_split_experts": (*(_POINTER,) * 13, *(_NUMBER,) * 5, _POINTER),
-    # activations, weights, tops, bias, tiles, tile_count, token_scale, hidden, hidden_columns, tile_rows,
-    # grid, stream
-    "antiphon_moe_split_gate_up": (*(_POINTER,) * 8, *(_NUMBER,) * 3, _POINTER),
-    # hidden, weights, tops, bias, tiles, tile_count, row_weight, rows, hidden_columns, tile_rows, grid,
-    # stream
-    "antiphon_moe_split_down": (*(_POINTER,) * 8, *(_NUMBER,) * 3, _POINTER),
+    # activations, gate_up, gate_up_tops, gate_up_bias, down, down_tops, down_bias, tiles, tile_count, ready,
+    # token_scale, row_weight, hidden, rows, hidden_columns, tile_rows, grid, stream
+    "antiphon_moe_split_mixed_experts": (*(_POINTER,) * 14, *(_NUMBER,) * 3, _POINTER),
 }
 
 

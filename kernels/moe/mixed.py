@@ -1,7 +1,8 @@
 """The MoE of a chunk of tokens on sm_90: MXFP4 weights widened to e4m3 in registers, e4m3 activations.
 
-Five launches: rank the pairs within their experts, quantise the activations into tiles of tokens, gate/up
-with bias and SwiGLU whose output is already the second operand, down with bias and routing weight, combine.
+Four launches: rank the pairs within their experts, quantise the activations into tiles of tokens, multiply
+(gate/up with bias and SwiGLU, whose output is already the second operand, and down with bias and routing
+weight), combine.
 The weights are those of the streaming road (``streamed.py``), so that no second form of them is held.
 
 Rounding: an activation has the scale of its token. With few tokens an expert the weights are exact; with
@@ -130,6 +131,7 @@ class MixedWorkspace:
         self.tiles = buffer(tiles, 4, dtype=torch.int32)
         self.tile_count = buffer(1, dtype=torch.int32)
         self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self.ready = torch.zeros(1 + tiles, dtype=torch.int32, device=device)
         self.activations = buffer(rows * ROW_BYTES, dtype=torch.uint8)
         self.hidden = buffer(rows * ROW_BYTES, dtype=torch.uint8)
         self.token_scale = buffer(rows, dtype=torch.float32)
@@ -265,20 +267,15 @@ def run_experts(
     overlap: bool = False,
 ) -> None:
     """Both projections: workspace.activations -> workspace.hidden -> workspace.rows."""
-    tiles = (workspace.tiles.data_ptr(), workspace.tile_count.data_ptr())
-    road = "split" if experts.split else "mixed"
     columns, last = ((experts.columns,), ()) if experts.split else ((), (int(overlap),))
     launch(
-        f"{road}_gate_up",
+        "split_mixed_experts" if experts.split else "mixed_experts",
         *(workspace.activations.data_ptr(), experts.gate_up.data_ptr(), exponents.gate_up.data_ptr()),
-        *(experts.gate_up_bias.data_ptr(), *tiles, workspace.token_scale.data_ptr()),
-        *(workspace.hidden.data_ptr(), *columns, tile, workspace.blocks, *last),
-    )
-    launch(
-        f"{road}_down",
-        *(workspace.hidden.data_ptr(), experts.down.data_ptr(), exponents.down.data_ptr()),
-        *(experts.down_bias.data_ptr(), *tiles, workspace.row_weight.data_ptr()),
-        *(workspace.rows.data_ptr(), *columns, tile, workspace.blocks, *last),
+        *(experts.gate_up_bias.data_ptr(), experts.down.data_ptr(), exponents.down.data_ptr()),
+        *(experts.down_bias.data_ptr(), workspace.tiles.data_ptr(), workspace.tile_count.data_ptr()),
+        *(workspace.ready.data_ptr(), workspace.token_scale.data_ptr(), workspace.row_weight.data_ptr()),
+        *(workspace.hidden.data_ptr(), workspace.rows.data_ptr()),
+        *(*columns, tile, workspace.blocks, *last),
     )
 
 

@@ -15,7 +15,7 @@ from antiphon.kernels.moe.streamed import DIM, StreamedExperts
 from antiphon.kernels.reference import ExpertMatrix, dequantize_mxfp4
 
 EXPERTS, BLOCKS, BOUND = 3, 3, 4e-2
-SOURCES = ["mixed_gemm.cu", "mixed_quantise.cu", "fp8_route.cu"]
+SOURCES = ["mixed_experts.cu", "mixed_quantise.cu", "fp8_route.cu"]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,7 @@ def run(library: Any, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, til
     tile_count, ticket = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
     activations, hidden = (torch.full((most * tile * ROW_BYTES,), 0x7F, dtype=torch.uint8) for _ in range(2))
     token_scale, row_weight = (torch.full((most * tile,), float("nan")) for _ in range(2))
+    ready = torch.zeros(1 + most, dtype=torch.int32)
     rows = torch.full((most * tile, DIM), float("nan")).bfloat16()
     library.call(
         "moe_fp8_rank",
@@ -73,15 +74,12 @@ def run(library: Any, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, til
     )
     streamed, tops = layer.streamed, layer.exponents
     library.call(
-        "moe_mixed_gate_up",
-        *(activations, streamed.gate_up, tops.gate_up, streamed.gate_up_bias, tiles, tile_count),
-        *(token_scale, hidden, tile, BLOCKS, 1),
+        "moe_mixed_experts",
+        *(activations, streamed.gate_up, tops.gate_up, streamed.gate_up_bias),
+        *(streamed.down, tops.down, streamed.down_bias, tiles, tile_count, ready),
+        *(token_scale, row_weight, hidden, rows, tile, BLOCKS, 1),
     )
-    library.call(
-        "moe_mixed_down",
-        *(hidden, streamed.down, tops.down, streamed.down_bias, tiles, tile_count, row_weight, rows),
-        *(tile, BLOCKS, 1),
-    )
+    assert not ready.any()
     assert int(tile_count) == sum(-(-int(count) // tile) for count in counts)
     placed = slots.reshape(tokens, 4).long()
     return torch.where((placed >= 0)[..., None], rows[placed].float(), 0.0).sum(1)

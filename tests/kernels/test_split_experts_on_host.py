@@ -154,6 +154,7 @@ def chunk(library: Any, part: Part, x: Tensor, ids: Tensor, weights: Tensor, til
     activations = torch.full((most * tile * ROW_BYTES,), 0x7F, dtype=torch.uint8)
     hidden = torch.full((most * tile * columns + GUARD,), 0x7F, dtype=torch.uint8)
     token_scale, row_weight = (torch.full((most * tile,), float("nan")) for _ in range(2))
+    ready = torch.zeros(1 + most, dtype=torch.int32)
     rows = torch.full((most * tile, DIM), float("nan")).bfloat16()
     library.call(
         "moe_fp8_rank",
@@ -165,15 +166,12 @@ def chunk(library: Any, part: Part, x: Tensor, ids: Tensor, weights: Tensor, til
         *(tokens, 0, EXPERTS, tile, 0),
     )
     library.call(
-        "moe_split_gate_up",
-        *(activations, experts.gate_up, tops.gate_up, experts.gate_up_bias, tiles, tile_count),
-        *(token_scale, hidden, columns, tile, BLOCKS),
+        "moe_split_mixed_experts",
+        *(activations, experts.gate_up, tops.gate_up, experts.gate_up_bias),
+        *(experts.down, tops.down, experts.down_bias, tiles, tile_count, ready),
+        *(token_scale, row_weight, hidden, rows, columns, tile, BLOCKS),
     )
-    library.call(
-        "moe_split_down",
-        *(hidden, experts.down, tops.down, experts.down_bias, tiles, tile_count, row_weight, rows),
-        *(columns, tile, BLOCKS),
-    )
+    assert not ready.any()
     assert (hidden[-GUARD:] == 0x7F).all()
     placed = slots.reshape(tokens, 4).long()
     return torch.where((placed >= 0)[..., None], rows[placed].float(), 0.0).sum(1)
@@ -228,8 +226,7 @@ def test_columns_that_pad_add_exactly_nothing_in_chunks(library: Any, empty: Par
 def test_other_widths_are_refused(library: Any, columns: int) -> None:
     for name, pointers, sizes in (
         ("moe_split_experts", 13, (1, columns, 8, BLOCKS, 0)),
-        ("moe_split_gate_up", 8, (columns, 32, BLOCKS)),
-        ("moe_split_down", 8, (columns, 32, BLOCKS)),
+        ("moe_split_mixed_experts", 14, (columns, 32, BLOCKS)),
     ):
         with pytest.raises(AssertionError, match=f"{name} refused the launch"):
             library.call(name, *[None] * pointers, *sizes)

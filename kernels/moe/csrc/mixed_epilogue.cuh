@@ -30,13 +30,12 @@ __device__ __forceinline__ float row_factor(int top) {  // 2^(top - 127 - kTopEx
 // Rows alternate gate, up; the thread holds both of one hidden column. Of N sums those of the `tokens` from the tile's
 // `first` on.
 template <typename S, int N, bool SPLIT>
-__device__ __forceinline__ void store_hidden(const Arguments& a, const Work& work, int first, int tokens,
+__device__ __forceinline__ void store_hidden(const Arguments& a, int tile_m, int first, int tokens,
                                              const float* acc, const float* scales, const RowTerms& terms,
                                              int row_tile) {
   const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int tiles = SPLIT ? a.hidden_spans * kSpanTiles : kTilesK;
-  uint8_t* tile = static_cast<uint8_t*>(a.out) +
-                  (static_cast<size_t>(work.tile_m) * tiles + row_tile / 4) * S::kTileBytes;
+  uint8_t* tile = a.hidden + (static_cast<size_t>(tile_m) * tiles + row_tile / 4) * S::kTileBytes;
   const int column = row_tile % 4 * 32 + warp * 8 + g / 4 * 4;
 #pragma unroll
   for (int j = 0; j < N / 8; j += 2) {
@@ -67,13 +66,13 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 }
 
 template <typename S, int N>
-__device__ __forceinline__ void store_weighted(const Arguments& a, const Work& work, int first, int tokens,
+__device__ __forceinline__ void store_weighted(const Arguments& a, int tile_m, int first, int tokens,
                                                const float* acc, const float* factors, const RowTerms& terms,
                                                int row_tile) {
   const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const size_t slot = static_cast<size_t>(work.tile_m) * S::kTileRows;
+  const size_t slot = static_cast<size_t>(tile_m) * S::kTileRows;
   // Even lanes take rows 0 .. 7 of the warp's 16, odd lanes rows 8 .. 15: four rows each.
-  auto* out = static_cast<__nv_bfloat16*>(a.out) + row_tile * 64 + warp * 16 + t % 2 * 8 + t / 2 * 4;
+  auto* out = a.rows + row_tile * 64 + warp * 16 + t % 2 * 8 + t / 2 * 4;
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
     if (j % kCheck == 0 && 8 * j >= tokens) break;
@@ -94,41 +93,41 @@ __device__ __forceinline__ void store_weighted(const Arguments& a, const Work& w
 }
 
 // A thread's two weight rows of a tile: what is needed before the products, and the store after them.
-template <typename S, bool GATED, bool SPLIT>
+template <typename S, bool SPLIT>
 struct Rows {
-  static constexpr int kApart = GATED ? 1 : 8;
   const uint8_t* terms;
-  Work work;
-  int row, tops[2];  // the first row within the block
+  bool gated;
+  int tokens, tile_m, tile_n, row, next, tops[2];  // `row` and `next` within the block
 
   // terms: of the tile, in shared memory.
   __device__ __forceinline__ Rows(const uint8_t* terms, int group) : terms(terms) {
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
     const int4 item = *reinterpret_cast<const int4*>(terms);
-    work = {item.x, item.y, item.z, item.w};
-    row = group * 64 + warp * 16 + (GATED ? 2 * g : g);
+    gated = __shfl_sync(0xFFFFFFFFu, item.x, 0) != 0;
+    tokens = __shfl_sync(0xFFFFFFFFu, item.y, 0);
+    tile_m = item.z;
+    tile_n = item.w;
+    row = group * 64 + warp * 16 + (gated ? 2 * g : g);
+    next = row + (gated ? 1 : 8);
     tops[0] = terms[16 + row];
-    tops[1] = terms[16 + row + kApart];
+    tops[1] = terms[16 + next];
   }
 
-  // Of N sums those of the `tokens` from the tile's `first` on. factors: of the two rows' sums.
+  // Of N sums those of the `count` tokens from the tile's `first` on. factors: of the two rows' sums.
   template <int N>
-  __device__ __forceinline__ void store(const Arguments& a, int first, int tokens, const float* acc,
+  __device__ __forceinline__ void store(const Arguments& a, int first, int count, const float* acc,
                                         const float (&factors)[2]) const {
-    const int row_tile = work.tile_n * S::kGroups + row / 64;
-    if (row_tile >= a.row_tiles) return;
+    const int row_tile = tile_n * S::kGroups + row / 64;
+    if (row_tile >= (gated ? a.gate_up : a.down).row_tiles) return;
     const auto* bias = reinterpret_cast<const __nv_bfloat16*>(terms + S::kBiasAt);
     const auto* of_tokens = reinterpret_cast<const float*>(terms + S::kFactorAt);
-    RowTerms of_rows;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      of_rows.factor[i] = factors[i] / (GATED ? 1.0f : fp8::kHiddenFactor);
-      of_rows.bias[i] = __bfloat162float(bias[row + i * kApart]);
-    }
-    if constexpr (GATED) {
-      store_hidden<S, N, SPLIT>(a, work, first, tokens, acc, of_tokens, of_rows, row_tile);
+    const float scale = gated ? 1.0f : 1.0f / fp8::kHiddenFactor;
+    const RowTerms of_rows = {{factors[0] * scale, factors[1] * scale},
+                              {__bfloat162float(bias[row]), __bfloat162float(bias[next])}};
+    if (gated) {
+      store_hidden<S, N, SPLIT>(a, tile_m, first, count, acc, of_tokens, of_rows, row_tile);
     } else {
-      store_weighted<S, N>(a, work, first, tokens, acc, of_tokens, of_rows, row_tile);
+      store_weighted<S, N>(a, tile_m, first, count, acc, of_tokens, of_rows, row_tile);
     }
   }
 };

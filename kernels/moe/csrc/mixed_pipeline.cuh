@@ -1,4 +1,8 @@
 // How activations and weights reach the consumers of the widening grouped GEMM.
+//
+// The work items of both projections are one list, the first one's before the second's, of which a block takes every
+// grid-th: so no block waits for the end of the first. What the second multiplies was stored by many blocks; who copies
+// it waits until all of a token tile is there. All blocks must run at the same time.
 #pragma once
 
 #include "fp8_layout.cuh"
@@ -43,17 +47,14 @@ struct Shape {
   static_assert(128 * (GROUPS * REGISTERS + kProducerRegisters) <= 65536);
 };
 
-struct Arguments {
-  const uint8_t* activations;  // [tiles, K tiles, tile bytes]
+// One projection of all experts, with operands and factors of the tokens.
+struct Projection {
+  const uint8_t* tokens;       // [tiles, K tiles, tile bytes]
   const uint8_t* weights;      // [experts, row_tiles, stages, kStageBytes]
   const uint8_t* tops;         // [experts, row_tiles * 64] the largest scale of each row
   const __nv_bfloat16* bias;   // [experts, row_tiles * 64]
-  const TokenTile* tiles;
-  const int* tile_count;
-  const float* row_factor;     // [tiles * tile rows] by slot: the token's scale, or its routing weight
-  void* out;                   // e4m3 [tiles, K tiles, tile bytes], or bf16 [tiles * tile rows, 2880]
+  const float* factor;         // [tiles * tile rows] by slot: the token's scale, or its routing weight
   int row_tiles;
-  int hidden_spans;            // of the second projection of split experts
 
   template <typename S>
   __device__ __forceinline__ int tiles_n() const {
@@ -61,34 +62,50 @@ struct Arguments {
   }
 };
 
-// From the pointers that launchers are given.
-inline Arguments arguments(const void* activations, const void* weights, const void* tops, const void* bias,
-                           const void* tiles, const int* tile_count, const float* row_factor, void* out,
-                           int row_tiles, int hidden_spans) {
-  return {static_cast<const uint8_t*>(activations),
-          static_cast<const uint8_t*>(weights),
-          static_cast<const uint8_t*>(tops),
-          static_cast<const __nv_bfloat16*>(bias),
-          static_cast<const TokenTile*>(tiles),
-          tile_count,
-          row_factor,
-          out,
-          row_tiles,
-          hidden_spans};
-}
-
-struct Work {
-  int expert, rows, tile_m, tile_n;
+struct Arguments {
+  Projection gate_up, down;
+  const TokenTile* tiles;
+  const int* tile_count;
+  int* ready;                  // [1 + tiles], zero, and left so: blocks that are done, warps that stored of each tile
+  uint8_t* hidden;             // e4m3 [tiles, K tiles, tile bytes], the second projection's tokens
+  __nv_bfloat16* rows;         // [tiles * tile rows, 2880]
+  int hidden_spans;            // of the second projection of split experts
 };
 
-// Work items in the order expert, weight tile, token tile, so that neighbours in time share a weight tile.
+inline Projection projection(const void* tokens, const void* weights, const void* tops, const void* bias,
+                             const float* factor, int row_tiles) {
+  return {static_cast<const uint8_t*>(tokens), static_cast<const uint8_t*>(weights),
+          static_cast<const uint8_t*>(tops),   static_cast<const __nv_bfloat16*>(bias),
+          factor,                              row_tiles};
+}
+
+// How many work items each projection has.
+struct Items {
+  int gate_up, all;
+
+  template <typename S>
+  static __device__ __forceinline__ Items of(const Arguments& a, int tile_count) {
+    const int gate_up = tile_count * a.gate_up.tiles_n<S>();
+    return {gate_up, gate_up + tile_count * a.down.tiles_n<S>()};
+  }
+};
+
+// gated: of the first projection.
+struct Work {
+  int expert, rows, tile_m, tile_n;
+  bool gated;
+};
+
+// Work items in the order projection, expert, weight tile, token tile, so that neighbours in time share a weight tile.
 template <typename S>
-__device__ __forceinline__ Work work_at(const Arguments& a, int index) {
-  const int tiles_n = a.tiles_n<S>();
+__device__ __forceinline__ Work work_at(const Arguments& a, const Items& items, int index) {
+  const bool gated = index < items.gate_up;
+  if (!gated) index -= items.gate_up;
+  const int tiles_n = (gated ? a.gate_up : a.down).tiles_n<S>();
   const TokenTile some = a.tiles[index / tiles_n];
   const int local = index - some.first * tiles_n;
   const int tile_n = local / some.count, tile_m = some.first + local % some.count;
-  return {some.expert, a.tiles[tile_m].rows, tile_m, tile_n};
+  return {some.expert, a.tiles[tile_m].rows, tile_m, tile_n, gated};
 }
 
 // A slot of a ring and how often it was passed; a fresh barrier lets the producer's first turn through.
@@ -112,11 +129,11 @@ struct Shared {
 // What the consumers need of a tile besides its products: the work itself, then by bulk copies the largest scales and
 // the biases of the weight rows and the factors of the tokens.
 template <typename S>
-__device__ __forceinline__ void stream_terms(const Arguments& a, const Work& work, const Shared& s, uint8_t* terms,
+__device__ __forceinline__ void stream_terms(const Projection& a, const Work& work, const Shared& s, uint8_t* terms,
                                              Cursor<S::kTermSlots>& at) {
   const uint32_t ready = s.term_full + 8 * at.slot, target = s.terms + at.slot * S::kTermBytes;
   mbarrier_wait(s.term_empty + 8 * at.slot, at.parity ^ 1);
-  *reinterpret_cast<int4*>(terms + at.slot * S::kTermBytes) = {work.expert, work.rows, work.tile_m, work.tile_n};
+  *reinterpret_cast<int4*>(terms + at.slot * S::kTermBytes) = {work.gated, work.rows, work.tile_m, work.tile_n};
   mbarrier_expect(ready, S::kTermBytes - 16);
 #pragma unroll
   for (int group = 0; group < S::kGroups; ++group) {
@@ -125,21 +142,26 @@ __device__ __forceinline__ void stream_terms(const Arguments& a, const Work& wor
     bulk_copy(target + 16 + group * 64, a.tops + row, 64, ready);
     bulk_copy(target + S::kBiasAt + group * 128, a.bias + row, 128, ready);
   }
-  bulk_copy(target + S::kFactorAt, a.row_factor + static_cast<size_t>(work.tile_m) * S::kTileRows, 4 * S::kTileRows,
+  bulk_copy(target + S::kFactorAt, a.factor + static_cast<size_t>(work.tile_m) * S::kTileRows, 4 * S::kTileRows,
             ready);
   at.advance();
 }
 
-template <typename S, bool GATED, bool SPLIT>
-__device__ __forceinline__ void stream_tokens(const Arguments& a, int total, const Shared& s, uint8_t* terms) {
+template <typename S, bool SPLIT>
+__device__ __forceinline__ void stream_tokens(const Arguments& a, const Items& items, const Shared& s, uint8_t* terms) {
   Cursor<S::kTokenSlots> at;
   Cursor<S::kTermSlots> terms_at;
-  const int tiles = SPLIT && !GATED ? a.hidden_spans * kSpanTiles : kTilesK;
-  for (int index = blockIdx.x; index < total; index += gridDim.x) {
-    const Work work = work_at<S>(a, index);
-    stream_terms<S>(a, work, s, terms, terms_at);
+  for (int index = blockIdx.x; index < items.all; index += gridDim.x) {
+    const Work work = work_at<S>(a, items, index);
+    const Projection& from = work.gated ? a.gate_up : a.down;
+    stream_terms<S>(from, work, s, terms, terms_at);
+    const int tiles = SPLIT && !work.gated ? a.hidden_spans * kSpanTiles : kTilesK;
     const uint32_t bytes = (work.rows + 15) / 16 * 16 * fp8::kTileK;
-    const uint8_t* source = a.activations + static_cast<size_t>(work.tile_m) * tiles * S::kTileBytes;
+    const uint8_t* source = from.tokens + static_cast<size_t>(work.tile_m) * tiles * S::kTileBytes;
+    if (!work.gated) {
+      wait_for_count(a.ready + 1 + work.tile_m, a.gate_up.row_tiles * 4);
+      fence_async_global();
+    }
     for (int k = 0; k < tiles; ++k) {
       const uint32_t ready = s.token_full + 8 * at.slot;
       mbarrier_wait(s.token_empty + 8 * at.slot, at.parity ^ 1);
@@ -150,20 +172,28 @@ __device__ __forceinline__ void stream_tokens(const Arguments& a, int total, con
   }
 }
 
-template <typename S, bool GATED, bool SPLIT>
-__device__ __forceinline__ void stream_weights(const Arguments& a, int total, const Shared& s) {
+// The last block that will not wait for a count any more leaves all of them as they were; `tiles`: how many there are.
+__device__ __forceinline__ void clear_counts(const Arguments& a, int tiles) {
+  __threadfence();
+  if (atomicAdd(a.ready, 1) != static_cast<int>(gridDim.x) - 1) return;
+  for (int i = 0; i <= tiles; ++i) a.ready[i] = 0;
+}
+
+template <typename S, bool SPLIT>
+__device__ __forceinline__ void stream_weights(const Arguments& a, const Items& items, const Shared& s) {
   Cursor<S::kWeightSlots> at;
-  const int stages = SPLIT && !GATED ? a.hidden_spans * kSpanStages : kStages;
-  for (int index = blockIdx.x; index < total; index += gridDim.x) {
-    const Work work = work_at<S>(a, index);
-    const uint8_t* expert = a.weights + static_cast<size_t>(work.expert) * a.row_tiles * stages * kStageBytes;
+  for (int index = blockIdx.x; index < items.all; index += gridDim.x) {
+    const Work work = work_at<S>(a, items, index);
+    const Projection& from = work.gated ? a.gate_up : a.down;
+    const int stages = SPLIT && !work.gated ? a.hidden_spans * kSpanStages : kStages, row_tiles = from.row_tiles;
+    const uint8_t* expert = from.weights + static_cast<size_t>(work.expert) * row_tiles * stages * kStageBytes;
     for (int stage = 0; stage < stages; ++stage) {
       const uint32_t ready = s.weight_full + 8 * at.slot, target = s.weights + at.slot * S::kSlotBytes;
       mbarrier_wait(s.weight_empty + 8 * at.slot, at.parity ^ 1);
       mbarrier_expect(ready, S::kSlotBytes);
 #pragma unroll
       for (int group = 0; group < S::kGroups; ++group) {  // rows beyond the matrix: the last ones again
-        const int row_tile = min(work.tile_n * S::kGroups + group, a.row_tiles - 1);
+        const int row_tile = min(work.tile_n * S::kGroups + group, row_tiles - 1);
         bulk_copy(target + group * kStageBytes, expert + (row_tile * stages + stage) * kStageBytes, kStageBytes, ready);
       }
       at.advance();
@@ -195,10 +225,16 @@ struct Consumer {
     return terms + term.slot * S::kTermBytes;
   }
 
-  __device__ __forceinline__ void release_terms() {
+  // Ends a tile: gives its terms back, and says of one of the first projection that this warp has stored all of it.
+  __device__ __forceinline__ void finish(const Arguments& a) {
+    const int4 item = *reinterpret_cast<const int4*>(terms + term.slot * S::kTermBytes);
+    const bool stored = item.x != 0 && item.w * S::kGroups + group < a.gate_up.row_tiles;
     fence_async_proxy();  // as in release_stage()
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.term_empty + 8 * term.slot);
+    if (threadIdx.x % 32 == 0) {
+      mbarrier_arrive(shared.term_empty + 8 * term.slot);
+      if (stored) count_up(a.ready + 1 + item.z, 1);
+    }
     term.advance();
   }
 

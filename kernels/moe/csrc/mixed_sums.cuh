@@ -27,6 +27,20 @@ using Narrow = Shape<3, N, 6, 8, 160>;
 constexpr int kBody = 6;  // pairs that a loop goes on by: three tiles of tokens, two stages of weights
 static_assert(kPairs % kBody == 3 && kBody % kStagePairs == 0 && kBody * 64 == kSpanColumns);
 
+// Of the weight rows: 2880, which end in the middle of a body, or whole spans, of which each is a body.
+struct Columns {
+  int last;    // body
+  bool spans;
+
+  template <bool SPLIT>
+  static __device__ __forceinline__ Columns of(const Arguments& a, bool gated) {
+    if (!SPLIT || gated) return {kPairs / kBody, false};
+    return {a.hidden_spans - 1, true};
+  }
+  __device__ __forceinline__ bool whole(int body) const { return spans || body < last; }
+  __device__ __forceinline__ bool again(int body) const { return !spans || body < last; }
+};
+
 // Two products of 32 columns each, with one or both halves of the tokens; `tokens` describes their operand.
 template <int N, int PARTS, int LENGTH>
 __device__ __forceinline__ void multiply(float (&acc)[PARTS][LENGTH], const uint32_t (&weights)[8], uint64_t tokens,
@@ -102,10 +116,8 @@ struct WideSums {
     if (second) look_up<P + 2>(c, offsets);
   }
 
-  // SPANS: of whole spans of columns; otherwise of 2880, which end in the middle of a body.
-  template <int N, bool SPANS>
-  __device__ __forceinline__ void accumulate(Consumer<S>& c, uint32_t offsets, const Arguments& a) {
-    const int last = SPANS ? a.hidden_spans - 1 : kPairs / kBody;
+  template <int N>
+  __device__ __forceinline__ void accumulate(Consumer<S>& c, uint32_t offsets, Columns columns) {
     read<0>(c);
     look_up<0>(c, offsets);
     widen<0>(c);
@@ -113,7 +125,7 @@ struct WideSums {
     look_up<1>(c, offsets);
 #pragma unroll 1
     for (int body = 0;; ++body) {
-      const bool whole = SPANS || body < last, again = !SPANS || body < last;
+      const bool whole = columns.whole(body), again = columns.again(body);
       step<N, 0>(c, offsets, body == 0, true, true);
       step<N, 1>(c, offsets, false, true, whole);
       step<N, 2>(c, offsets, false, whole, whole);
@@ -126,7 +138,7 @@ struct WideSums {
     if constexpr (kOperands == 2) {
       wgmma_wait<0>();
       c.release(held);
-      if constexpr (!SPANS) c.tokens.advance();  // the last tile is half full
+      if (!columns.spans) c.tokens.advance();  // the last tile is half full
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -192,15 +204,13 @@ struct NarrowSums {
     }
   }
 
-  template <bool SPANS>
-  __device__ __forceinline__ void accumulate(Consumer<Narrow<N>>& c, const Arguments& a) {
-    const int last = SPANS ? a.hidden_spans - 1 : kPairs / kBody;
+  __device__ __forceinline__ void accumulate(Consumer<Narrow<N>>& c, Columns columns) {
 #pragma unroll
     for (int i = 0; i < kStored / 2; ++i) acc[i] = 0.0f;
     scales = expand<0>(c, operand[0]);
 #pragma unroll 1
     for (int body = 0;; ++body) {
-      const bool whole = SPANS || body < last, again = !SPANS || body < last;
+      const bool whole = columns.whole(body), again = columns.again(body);
       step<0>(c, true);
       step<1>(c, true);
       step<2>(c, whole);

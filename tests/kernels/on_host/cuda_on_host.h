@@ -256,6 +256,7 @@ inline Value __ldcg(const Value* from) {
 }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline uint32_t atomicAdd(uint32_t* at, uint32_t value) { return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST); }
+inline int atomicAdd(int* at, int value) { return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST); }
 
 inline void barrier_wait_all(int id, int threads, bool wait) {
   using namespace antiphon::on_host;

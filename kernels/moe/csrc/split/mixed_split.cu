@@ -2,34 +2,23 @@
 
 #include "../mixed_experts.cuh"
 
-namespace antiphon::mixed {
-namespace {
-
-bool takes(int hidden_columns) {
-  return hidden_columns > 0 && hidden_columns < kDim && hidden_columns % kSpanColumns == 0;
-}
-
-}  // namespace
-}  // namespace antiphon::mixed
-
-// As antiphon_moe_mixed_gate_up, of experts with `hidden_columns` of the intermediate size, a multiple of 384.
-extern "C" int antiphon_moe_split_gate_up(const void* activations, const void* weights, const void* tops,
-                                          const void* bias, const void* tiles, const int* tile_count,
-                                          const float* token_scale, void* hidden, int hidden_columns, int tile_rows,
-                                          int grid, void* stream) {
-  namespace mixed = antiphon::mixed;
-  if (!mixed::takes(hidden_columns)) return cudaErrorInvalidValue;
-  const mixed::Arguments a = mixed::arguments(activations, weights, tops, bias, tiles, tile_count, token_scale, hidden,
-                                              2 * hidden_columns / 64, hidden_columns / mixed::kSpanColumns);
-  return mixed::start<true, true>(a, tile_rows, grid, false, stream);
-}
-
-extern "C" int antiphon_moe_split_down(const void* hidden, const void* weights, const void* tops, const void* bias,
-                                       const void* tiles, const int* tile_count, const float* row_weight, void* out,
-                                       int hidden_columns, int tile_rows, int grid, void* stream) {
-  namespace mixed = antiphon::mixed;
-  if (!mixed::takes(hidden_columns)) return cudaErrorInvalidValue;
-  const mixed::Arguments a = mixed::arguments(hidden, weights, tops, bias, tiles, tile_count, row_weight, out,
-                                              mixed::kDim / 64, hidden_columns / mixed::kSpanColumns);
-  return mixed::start<false, true>(a, tile_rows, grid, false, stream);
+// As antiphon_moe_mixed_experts, of experts with `hidden_columns` of the intermediate size, a multiple of 384.
+extern "C" int antiphon_moe_split_mixed_experts(const void* activations, const void* gate_up, const void* gate_up_tops,
+                                                const void* gate_up_bias, const void* down, const void* down_tops,
+                                                const void* down_bias, const void* tiles, const int* tile_count,
+                                                int* ready, const float* token_scale, const float* row_weight,
+                                                void* hidden, void* rows, int hidden_columns, int tile_rows, int grid,
+                                                void* stream) {
+  using namespace antiphon::mixed;
+  if (hidden_columns <= 0 || hidden_columns >= kDim || hidden_columns % kSpanColumns != 0) return cudaErrorInvalidValue;
+  const int gate_up_tiles = 2 * hidden_columns / 64;
+  const Arguments a = {projection(activations, gate_up, gate_up_tops, gate_up_bias, token_scale, gate_up_tiles),
+                       projection(hidden, down, down_tops, down_bias, row_weight, kDim / 64),
+                       static_cast<const TokenTile*>(tiles),
+                       tile_count,
+                       ready,
+                       static_cast<uint8_t*>(hidden),
+                       static_cast<__nv_bfloat16*>(rows),
+                       hidden_columns / kSpanColumns};
+  return start<true>(a, tile_rows, grid, false, stream);
 }
