@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +31,9 @@ from antiphon.model.cuda_roads import ChunkChoices
 
 _Event = TypeVar("_Event", bound=EngineEvent)
 
+LEAST_S = 0.5
+"""Of prompts that are timed: of short ones a few would not be typical."""
+
 
 def prefill_point(
     bench: Bench,
@@ -45,7 +49,8 @@ def prefill_point(
     """Median time from a prompt of ``tokens`` to its first token; the first prompt warms up.
 
     Args:
-        repeats: prompts that are timed; fewer, but one at least, once all of them took ``enough_s``.
+        repeats: prompts that are timed; more of them until they took LEAST_S, fewer, but one at least, once they
+            took ``enough_s``.
         chunk_graphs: chunks are replayed where the bench captures any, and not issued launch by launch.
         colocated: one request does both parts, so that the chunk's own last row chooses the first token.
         choices: how the model multiplies where that is not the default, in words for the record.
@@ -61,8 +66,9 @@ def prefill_point(
     )
     loop = bench.engine(settings)
     times: list[float] = []
-    for number in range(repeats + 1):
-        if len(times) > 1 and sum(times) >= enough_s * 1e3:
+    for number in count():
+        took_s = sum(times[1:]) / 1e3
+        if len(times) > 1 and (took_s >= enough_s or (len(times) > repeats and took_s >= LEAST_S)):
             break
         prompt = bench.prompt(tokens, number)
         begin = time.perf_counter()
