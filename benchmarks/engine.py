@@ -49,8 +49,8 @@ def prefill_point(
     """Median time from a prompt of ``tokens`` to its first token; the first prompt warms up.
 
     Args:
-        repeats: prompts that are timed; more of them until they took LEAST_S, fewer, but one at least, once they
-            took ``enough_s``.
+        repeats: prompts that are timed; more until all of them took LEAST_S, fewer, but one at least, once
+            they took ``enough_s``.
         chunk_graphs: chunks are replayed where the bench captures any, and not issued launch by launch.
         colocated: one request does both parts, so that the chunk's own last row chooses the first token.
         choices: how the model multiplies where that is not the default, in words for the record.

@@ -103,3 +103,27 @@ def test_few_and_many_tokens_an_expert(library: Any, layer: Layer, tile: int, id
     expected = layer.plain(x, held, torch.where(chosen < 0, 0.0, weights.float()))
     assert float((out - expected).norm() / expected.norm()) <= BOUND
     assert not out[2].any()
+
+
+def test_tiles_of_experts_with_the_most_tokens_come_first(library: Any) -> None:
+    loads, tile = [3, 70, 0, 33, 33, 64, 1], 32
+    ids = torch.tensor([expert for expert, load in enumerate(loads) for _ in range(load)])
+    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))]
+    experts, most = len(loads), 7 + len(loads)
+    rank = torch.full_like(ids, -(2**30), dtype=torch.int32)
+    counts, first_tile = (torch.full((experts,), -(2**30), dtype=torch.int32) for _ in range(2))
+    tiles = torch.full((most, 4), -(2**30), dtype=torch.int32)
+    tile_count, ticket = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+    library.call(
+        "moe_fp8_rank",
+        *(ids, rank, counts, first_tile, tiles, tile_count, ticket, len(ids), 0, experts, tile),
+    )
+    assert counts.tolist() == loads
+    expected = []
+    for expert in (1, 5, 3, 4, 0, 6):
+        first, count = len(expected), -(-loads[expert] // tile)
+        assert int(first_tile[expert]) == first
+        expected += [[expert, min(tile, loads[expert] - tile * i), first, count] for i in range(count)]
+    assert tiles[: int(tile_count)].tolist() == expected
+    for expert, load in enumerate(loads):
+        assert rank[ids == expert].tolist() == list(range(load))

@@ -6,14 +6,13 @@
 // never in which order anything is added or listed, so results are identical from run to run; and since the columns are
 // cut in the same places for every chunk, a token's logits do not depend on how many are computed with it.
 
-#include "fp8_layout.cuh"
+#include "token_tiles.cuh"
 #include "top_experts.cuh"
 
 namespace antiphon::fp8 {
 namespace {
 
 constexpr int kTopK = 4;
-constexpr int kMaxExperts = 128;
 constexpr int kGroup = 32;          // tokens
 constexpr int kSplits = 4;          // blocks of a group
 constexpr int kDepths = 4;          // warps of a block along the columns, and as many along the experts
@@ -51,7 +50,7 @@ struct Choosing {
 
 struct Placing {
   int before[kParts][kMaxExperts];  // pairs of an expert in the groups ahead of a part
-  int count[kMaxExperts], first[kMaxExperts];
+  int count[kMaxExperts], tiles[kMaxExperts];
 };
 
 // A block is in one of these phases at a time.
@@ -207,28 +206,6 @@ __device__ void choose_group(const Chunk& a, Choosing& c) {
   }
 }
 
-// Tiles of all experts in a row, by one warp; returns how many.
-__device__ int place_tiles(const Chunk& a, Placing& p) {
-  constexpr int kEach = kMaxExperts / 32;
-  const int lane = threadIdx.x % 32;
-  int tiles[kEach], sum = 0;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int expert = lane * kEach + i;
-    tiles[i] = sum;
-    sum += expert < a.experts ? (p.count[expert] + a.tile_rows - 1) / a.tile_rows : 0;
-  }
-  int end = sum;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int earlier = __shfl_up_sync(0xFFFFFFFFu, end, step);
-    if (lane >= step) end += earlier;
-  }
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) p.first[lane * kEach + i] = end - sum + tiles[i];
-  return __shfl_sync(0xFFFFFFFFu, end, 31);
-}
-
 // From places within groups to places in the chunk, and the tiles.
 __device__ void place_all(const Chunk& a, Placing& p) {
   const int groups = gridDim.y, each = (groups + kParts - 1) / kParts;
@@ -260,11 +237,6 @@ __device__ void place_all(const Chunk& a, Placing& p) {
     p.count[expert] = all;
   }
   __syncthreads();
-  if (threadIdx.x < 32) {
-    const int tiles = place_tiles(a, p);
-    if (threadIdx.x == 0) *a.tile_count = tiles;
-  }
-  __syncthreads();
   for (int begin = threadIdx.x; begin < a.tokens * kTopK; begin += kBatch * kThreads) {
     long long local[kBatch];
     int rank[kBatch];
@@ -285,11 +257,8 @@ __device__ void place_all(const Chunk& a, Placing& p) {
     for (int i = 0; i < kBatch; ++i)
       if (local[i] >= 0) a.rank[begin + i * kThreads] = rank[i];
   }
-  if (threadIdx.x >= a.experts) return;
-  const int count = p.count[expert], first = p.first[expert], tiles = (count + a.tile_rows - 1) / a.tile_rows;
-  a.counts[expert] = count;
-  a.first_tile[expert] = first;
-  for (int i = 0; i < tiles; ++i) a.tiles[first + i] = {expert, min(a.tile_rows, count - i * a.tile_rows), first, tiles};
+  if (threadIdx.x < a.experts) a.counts[threadIdx.x] = p.count[threadIdx.x];
+  fp8::lay_out_tiles(p.count, p.tiles, a.experts, a.tile_rows, a.first_tile, a.tiles, a.tile_count);
 }
 
 template <int EIGHTS>

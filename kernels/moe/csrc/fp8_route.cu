@@ -2,12 +2,12 @@
 // activations quantised per row and 128 columns and laid out for the tensor core; the combine.
 
 #include "fp8_quantise.cuh"
+#include "token_tiles.cuh"
 
 namespace antiphon::fp8 {
 namespace {
 
 constexpr int kTopK = 4;
-constexpr int kMaxExperts = 128;
 constexpr int kRankThreads = 1024;
 constexpr int kWarpPairs = 1024;  // pairs a warp looks at in a row
 
@@ -28,7 +28,7 @@ struct Ranking {
 // One block per expert; the last one lays out the tiles.
 __global__ void __launch_bounds__(kRankThreads) rank_kernel(const __grid_constant__ Ranking a) {
   __shared__ int warp_counts[kRankThreads / 32];
-  __shared__ int counts[kMaxExperts], first[kMaxExperts];
+  __shared__ int counts[kMaxExperts], tile_counts[kMaxExperts];
   __shared__ bool last;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.x;
   const long long wanted = expert + a.first_expert;
@@ -69,21 +69,7 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(const __grid_constan
   __threadfence();
   if (threadIdx.x < a.experts) counts[threadIdx.x] = __ldcg(a.counts + threadIdx.x);
   __syncthreads();
-  if (threadIdx.x == 0) {
-    int tile = 0;
-    for (int e = 0; e < a.experts; ++e) {
-      first[e] = tile;
-      tile += (counts[e] + a.tile_rows - 1) / a.tile_rows;
-    }
-    *a.tile_count = tile;
-  }
-  __syncthreads();
-  if (threadIdx.x < a.experts) {
-    const int e = threadIdx.x, tiles = (counts[e] + a.tile_rows - 1) / a.tile_rows;
-    a.first_tile[e] = first[e];
-    for (int i = 0; i < tiles; ++i)
-      a.tiles[first[e] + i] = {e, min(a.tile_rows, counts[e] - i * a.tile_rows), first[e], tiles};
-  }
+  lay_out_tiles(counts, tile_counts, a.experts, a.tile_rows, a.first_tile, a.tiles, a.tile_count);
 }
 
 struct Quantisation {

@@ -34,7 +34,7 @@ template <typename S>
 __device__ __forceinline__ int accumulate(int tokens, uint32_t offsets, Columns columns, Consumer<S>& c,
                                           WideSums<S>& sums) {
   if constexpr (S::kTileRows == Middle::kTileRows) {
-    return accumulate_fitting<64, 80, 96, 128, 160>(tokens, offsets, columns, c, sums);
+    return accumulate_fitting<64, 80, 96, 112, 128, 144, 160>(tokens, offsets, columns, c, sums);
   } else if constexpr (S::kTileRows == Wide::kTileRows) {
     return accumulate_fitting<64, 128, 192, 256>(tokens, offsets, columns, c, sums);
   } else {
