@@ -166,7 +166,7 @@ def moe_mixed(
         out: [T, 2880] bf16, allocated when None.
         tile: tokens of a tile, one of TILES; ``choose_tile`` when None.
         ranked: the workspace holds ranks and tiles of these ids already (``chunk_route.route_ranked``).
-        overlap: each launch but that of ranking may begin while the one ahead ends; of whole experts.
+        overlap: quantising, and the products of whole experts, may begin while the launch ahead ends.
 
     Returns:
         ``out``: float32 sums over k in order of bf16 terms; identical from run to run.
@@ -266,7 +266,11 @@ def run_experts(
     tile: int,
     overlap: bool = False,
 ) -> None:
-    """Both projections: workspace.activations -> workspace.hidden -> workspace.rows."""
+    """Both projections: workspace.activations -> workspace.hidden -> workspace.rows.
+
+    Blocks wait for one another, so two such launches, or one and a decode step's experts, must not run on a
+    device at the same time: one stream per process, and no CUDA MPS.
+    """
     columns, last = ((experts.columns,), ()) if experts.split else ((), (int(overlap),))
     launch(
         "split_mixed_experts" if experts.split else "mixed_experts",

@@ -261,6 +261,16 @@ def test_padding_tokens_yield_zeros(road: Road, layer: Layer) -> None:
     assert relative_error(out[:15], layer.plain(x[:15], ids[:15], weights[:15])) <= BOUND
 
 
+def test_chunks_of_nothing_but_padding_leave_the_next_one_alone(road: Road, layer: Layer) -> None:
+    torch.manual_seed(8)
+    x = torch.randn(70, DIM, device="cuda").bfloat16()
+    ids, weights = random_routing(70)
+    workspace = road.workspace(70)
+    for _ in range(2):
+        assert not road.moe(x, torch.full_like(ids, -1), weights, layer, workspace).any()
+    assert torch.equal(road.moe(x, ids, weights, layer, workspace), road.moe(x, ids, weights, layer))
+
+
 def test_ranks_of_experts_add_up(road: Road, layer: Layer) -> None:
     x = torch.randn(300, DIM, device="cuda").bfloat16()
     ids, weights = random_routing(300)

@@ -51,8 +51,10 @@ def layer() -> Layer:
     return Layer()
 
 
-def run(library: Any, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, tile: int) -> Tensor:
-    """[T, 2880] float32: what the weighted rows add up to."""
+def run(
+    library: Any, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, tile: int, launches: int = 1
+) -> Tensor:
+    """[T, 2880] float32: what the weighted rows of the last of so many launches add up to."""
     tokens, pairs = x.shape[0], ids.numel()
     most = pairs // tile + EXPERTS
     rank, slots = (torch.full((pairs,), -(2**30), dtype=torch.int32) for _ in range(2))
@@ -73,15 +75,19 @@ def run(library: Any, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, til
         *(tokens, 0, EXPERTS, tile, 1),
     )
     streamed, tops = layer.streamed, layer.exponents
-    library.call(
-        "moe_mixed_experts",
-        *(activations, streamed.gate_up, tops.gate_up, streamed.gate_up_bias),
-        *(streamed.down, tops.down, streamed.down_bias, tiles, tile_count, ready),
-        *(token_scale, row_weight, hidden, rows, tile, BLOCKS, 1),
-    )
-    assert not ready.any()
+    for _ in range(launches):
+        hidden.fill_(0x7F)
+        rows.fill_(float("nan"))
+        library.call(
+            "moe_mixed_experts",
+            *(activations, streamed.gate_up, tops.gate_up, streamed.gate_up_bias),
+            *(streamed.down, tops.down, streamed.down_bias, tiles, tile_count, ready),
+            *(token_scale, row_weight, hidden, rows, tile, BLOCKS, 1),
+        )
+        assert not ready.any()
     assert int(tile_count) == sum(-(-int(count) // tile) for count in counts)
     placed = slots.reshape(tokens, 4).long()
+    assert torch.equal(placed < 0, ids < 0)
     return torch.where((placed >= 0)[..., None], rows[placed].float(), 0.0).sum(1)
 
 
@@ -102,7 +108,39 @@ def test_few_and_many_tokens_an_expert(library: Any, layer: Layer, tile: int, id
     held = torch.where(chosen < 0, 2, chosen)  # expert 2 gets nothing, so nothing is what it adds
     expected = layer.plain(x, held, torch.where(chosen < 0, 0.0, weights.float()))
     assert float((out - expected).norm() / expected.norm()) <= BOUND
-    assert not out[2].any()
+
+
+@pytest.mark.parametrize(
+    ("tile", "tokens"),
+    [(32, 35), (48, 41), (160, 70), (256, 3), (288, 65)],  # two tiles, and products wider than the narrowest
+)
+def test_tokens_of_one_expert_in_several_tiles_and_widths(
+    library: Any, layer: Layer, tile: int, tokens: int
+) -> None:
+    torch.manual_seed(tile)
+    x = torch.randn(tokens, DIM).bfloat16()
+    ids = torch.full((tokens, 4), -1)
+    ids[:, 1] = 1
+    weights = torch.softmax(torch.randn(tokens, 4), -1).bfloat16()
+    out = run(library, layer, x, ids, weights, tile)
+    expected = layer.plain(x, ids.clamp(min=0), torch.where(ids < 0, 0.0, weights.float()))
+    assert float((out - expected).norm() / expected.norm()) <= BOUND
+
+
+@pytest.mark.parametrize("tile", [32, 160, 256, 288])
+def test_a_chunk_that_meets_no_expert_here_ends_and_leaves_all_counts_clear(
+    library: Any, layer: Layer, tile: int
+) -> None:
+    x, weights = torch.randn(3, DIM).bfloat16(), torch.full((3, 4), 0.25).bfloat16()
+    assert not run(library, layer, x, torch.full((3, 4), -1), weights, tile, launches=2).any()
+
+
+def test_a_second_launch_waits_for_its_own_hidden_states(library: Any, layer: Layer) -> None:
+    torch.manual_seed(5)
+    x, weights = torch.randn(1, DIM).bfloat16(), torch.tensor([[0.5, 0.0, 0.0, 0.0]]).bfloat16()
+    out = run(library, layer, x, torch.tensor([[2, -1, -1, -1]]), weights, 160, launches=2)
+    expected = layer.plain(x, torch.tensor([[2, 0, 0, 0]]), weights.float())
+    assert float((out - expected).norm() / expected.norm()) <= BOUND
 
 
 def test_tiles_of_experts_with_the_most_tokens_come_first(library: Any) -> None:

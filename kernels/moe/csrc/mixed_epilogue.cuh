@@ -18,7 +18,7 @@ __device__ __forceinline__ uint32_t transpose_rows(uint32_t word) {
 // Groups of 8 tokens between two looks at whether there are more: what lies between can be reordered.
 constexpr int kCheck = 4;
 
-// A thread's two weight rows: their factors and biases. `row_tile`: 64 rows of an expert.
+// A thread's two weight rows: their factors and biases.
 struct RowTerms {
   float factor[2], bias[2];
 };
@@ -28,7 +28,7 @@ __device__ __forceinline__ float row_factor(int top) {  // 2^(top - 127 - kTopEx
 }
 
 // Rows alternate gate, up; the thread holds both of one hidden column. Of N sums those of the `tokens` from the tile's
-// `first` on.
+// `first` on. row_tile: 64 rows of an expert.
 template <typename S, int N, bool SPLIT>
 __device__ __forceinline__ void store_hidden(const Arguments& a, int tile_m, int first, int tokens,
                                              const float* acc, const float* scales, const RowTerms& terms,

@@ -3,10 +3,10 @@
 //
 // Weight rows are the M of the products, tokens the N: the weights need no shared memory beyond their packed bytes.
 // Persistent blocks; two producer threads (activations, weights) and consumer warpgroups of 64 weight rows each, which
-// prepare the next 64 columns while the tensor core works on the last (mixed_sums.cuh). The first projection's epilogue
-// adds the bias, applies the clamped SwiGLU and writes the second projection's e4m3 operand in place; the second's,
-// which follows in the same launch, adds the bias inside the routing weight. What a tile needs beside its operands
-// comes through shared memory ahead of time.
+// prepare operands while the tensor core works on their own last ones or on others' (mixed_sums.cuh). The first
+// projection's epilogue adds the bias, applies the clamped SwiGLU and writes the second projection's e4m3 operand in
+// place; the second's, which follows in the same launch, adds the bias inside the routing weight. What a tile needs
+// beside its operands comes through shared memory ahead of time.
 //
 // SPLIT: experts that ranks hold columns of. The first projection has fewer rows, the second fewer columns, whose
 // number is an argument.
@@ -61,7 +61,7 @@ __device__ __forceinline__ void consume(const Arguments& a, const Items& items, 
       rows.template store<S::kTileRows / kParts>(a, first, min(rows.tokens - first, part_tokens), sums.acc[part],
                                                  {row_factor(rows.tops[0]), row_factor(rows.tops[1])});
     }
-    c.finish(a);
+    c.end_tile(a);
   }
 }
 
@@ -82,7 +82,7 @@ template <bool SPLIT, int N>
 __device__ __forceinline__ void consume(const Arguments& a, const Items& items, Consumer<Narrow<N>>& c) {
   for (int index = blockIdx.x; index < items.all; index += gridDim.x) {
     run_fitting<8>(a, Rows<Narrow<N>, SPLIT>(c.wait_terms(), c.group), c);
-    c.finish(a);
+    c.end_tile(a);
   }
 }
 

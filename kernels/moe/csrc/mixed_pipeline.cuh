@@ -2,7 +2,8 @@
 //
 // The work items of both projections are one list, the first one's before the second's, of which a block takes every
 // grid-th: so no block waits for the end of the first. What the second multiplies was stored by many blocks; who copies
-// it waits until all of a token tile is there. All blocks must run at the same time.
+// it waits until all of a token tile is there. So all blocks must run at the same time, and no other kernel that waits
+// in this way may run on the device then.
 #pragma once
 
 #include "fp8_layout.cuh"
@@ -176,6 +177,7 @@ __device__ __forceinline__ void stream_tokens(const Arguments& a, const Items& i
 __device__ __forceinline__ void clear_counts(const Arguments& a, int tiles) {
   __threadfence();
   if (atomicAdd(a.ready, 1) != static_cast<int>(gridDim.x) - 1) return;
+  __threadfence();
   for (int i = 0; i <= tiles; ++i) a.ready[i] = 0;
 }
 
@@ -226,7 +228,7 @@ struct Consumer {
   }
 
   // Ends a tile: gives its terms back, and says of one of the first projection that this warp has stored all of it.
-  __device__ __forceinline__ void finish(const Arguments& a) {
+  __device__ __forceinline__ void end_tile(const Arguments& a) {
     const int4 item = *reinterpret_cast<const int4*>(terms + term.slot * S::kTermBytes);
     const bool stored = item.x != 0 && item.w * S::kGroups + group < a.gate_up.row_tiles;
     fence_async_proxy();  // as in release_stage()
