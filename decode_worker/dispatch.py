@@ -166,7 +166,7 @@ class DecodeDispatch:
             request.shares_prompt = True
             self._submit(request)
         else:
-            self._requests[request.message.request_id] = request
+            self._keep(request)
             self._forks.wait(first, request)
 
     def _release_forks(self, request_id: str, *, share: bool) -> None:
@@ -186,7 +186,11 @@ class DecodeDispatch:
             refused = RequestRefused(message.request_id, attempt, error.reason, error.retryable)
             self._node.send(request.router, refused)
             return
-        self._requests[message.request_id] = request
+        self._keep(request)
+
+    def _keep(self, request: DecodeRequest) -> None:
+        self._requests[request.message.request_id] = request
+        request.taken = True
 
     def _on_abort(self, router: Peer, message: AbortRequest) -> None:
         request = self._requests.get(message.request_id)
@@ -202,7 +206,7 @@ class DecodeDispatch:
         if self._forks.drop(request):
             del self._requests[request.message.request_id]
             if request.successor is not None:
-                self._submit(DecodeRequest.of(request.successor, request.router))
+                self._submit(request.follow(request.successor))
             return
         request.ending, request.moving = True, False
         key = request.message.request_id, request.attempt
@@ -295,7 +299,7 @@ class DecodeDispatch:
             return
         self._metrics.finished(request, event)
         if request.successor is not None:
-            self._submit(DecodeRequest.of(request.successor, request.router))
+            self._submit(request.follow(request.successor))
         elif request.moving:
             request.ending = request.moving = False
             request.submitted_attempt = request.attempt = event.attempt + 1

@@ -36,6 +36,8 @@ class DecodeRequest:
     """The router asked again with a later attempt while this one was still ending."""
     shares_prompt: bool = False
     """The pages of its prompt are here already: the engine computes what little is missing."""
+    taken: bool = False
+    """This worker has taken it, or an earlier attempt of it."""
     silent: bool = False
     """The router is gone or has moved on: it is told nothing more."""
 
@@ -43,6 +45,12 @@ class DecodeRequest:
     def of(cls, message: GenerateRequest, router: Peer) -> DecodeRequest:
         """A request as it arrived."""
         return cls(message, router, message.attempt, message.attempt, list(message.output_token_ids))
+
+    def follow(self, message: GenerateRequest) -> DecodeRequest:
+        """The later attempt that the router asked for, once this one has ended."""
+        later = DecodeRequest.of(message, self.router)
+        later.taken = True
+        return later
 
     @property
     def has_spoken(self) -> bool:
@@ -72,4 +80,5 @@ class DecodeRequest:
             self.deadline_s(),
             message.cache_salt,
             message.grammar,
+            accepted=self.taken or bool(self.emitted),
         )

@@ -176,7 +176,7 @@ class Inbox:
         """Append a checked request and its token ids.
 
         Raises:
-            RequestRejected: its id is live, or the queue is full (retryable).
+            RequestRejected: its id is live, or the queue is full (retryable) and it is new.
         """
         with self._changed:
             if request.request_id in self._live:
@@ -185,7 +185,7 @@ class Inbox:
             if self.is_fenced(request.request_id, request.attempt):
                 reason = f"attempt {request.attempt} is not newer than a quarantined one"
                 raise RequestRejected(request.request_id, reason)
-            if self._queued >= self._max_queued:
+            if self._queued >= self._max_queued and not request.accepted:
                 reason = f"the queue is full ({self._max_queued} requests)"
                 raise RequestRejected(request.request_id, reason, retryable=True)
             self._live[request.request_id] = request.attempt

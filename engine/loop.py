@@ -248,7 +248,7 @@ class EngineLoop:
 
         Raises:
             RequestRejected: it can never run here (too long, bad ids or parameters, its id is live), or not
-                now (queue full: ``retryable``).
+                now (queue full and it is new: ``retryable``).
         """
         token_ids = intake.check_request(request, self.settings)
         if request.grammar is None:

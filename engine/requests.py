@@ -41,3 +41,5 @@ class EngineRequest:
     """Prefix pages are shared only between requests of the same salt."""
     grammar: GrammarSpec | None = None
     """What the output must look like; only of requests that sample."""
+    accepted: bool = False
+    """A worker has taken it before: it goes on, however many newer ones fill the queue meanwhile."""

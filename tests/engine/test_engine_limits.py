@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from antiphon.engine.events import TokensSampled
+from antiphon.engine.rejection import RequestRejected
 from antiphon.engine.requests import RequestKind
 from antiphon.protocol.messages import FinishReason
 
@@ -71,3 +75,17 @@ def test_an_admission_leaves_a_page_to_each_running_sequence(kit: Any) -> None:
     said = kit.run(loop)
     assert said.finished["b"].reason is FinishReason.LENGTH
     assert loop.snapshot().preemptions == 0
+
+
+def test_a_full_queue_refuses_only_what_is_new(kit: Any) -> None:
+    loop = kit.loop(max_queued_requests=1)
+    loop.submit(kit.request("a", (1, 2)))
+    moved = kit.request("moved", kit.prompt_of(20), attempt=2)
+    with pytest.raises(RequestRejected, match="full"):
+        loop.submit(moved)
+    loop.submit(replace(moved, accepted=True))
+    with pytest.raises(RequestRejected, match="full"):
+        loop.submit(kit.request("b", (1, 2)))
+    said = kit.run(loop)
+    assert said.tokens["moved"] == kit.FakeModel().expected(moved)
+    assert said.finished.keys() == {"a", "moved"}

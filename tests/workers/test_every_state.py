@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from staged_scenes import PROMPT_TOKENS, Scene, Staging, Start, overdue, put_forward, until
 
+from antiphon.engine.rejection import RequestRejected
+from antiphon.engine.requests import EngineRequest
 from antiphon.prefill_worker.jobs import JobState
 from antiphon.protocol.kv_messages import (
     AnnounceWrites,
@@ -24,7 +26,7 @@ from antiphon.protocol.kv_messages import (
     WritesFailed,
 )
 from antiphon.protocol.link import LinkNode, Peer
-from antiphon.protocol.messages import PrefillRequest
+from antiphon.protocol.messages import GenerateRequest, PrefillRequest
 
 ANNOUNCED = JobState.ANNOUNCED
 DEADLINE_S = 1000.0
@@ -196,11 +198,71 @@ def test_repeated_messages_change_no_token(state: str, scene_of: Any, recorded: 
     scene.pair.wait_idle()
 
 
-def test_a_full_queue_that_meets_a_request_on_its_way_to_other_pages_is_told(scene_of: Any) -> None:
-    """Under the attempt that the router knows: it takes no notice of any other, and would wait for ever."""
+def test_a_full_queue_lets_a_request_on_its_way_to_other_pages_pass(scene_of: Any) -> None:
+    """It was taken before those that fill the queue."""
     scene = scene_of("decode_receiving")
     scene.router.hold_prefill = True
     scene.pair.decode._engine._inbox._max_queued = 0
+    overdue(scene.pair.decode, 4)
+    until(lambda: scene.outcome.attempts == [1, 2] or scene.outcome.refused, "other pages")
+    scene.let_go()
+    scene.drive()
+    assert scene.outcome.refused is None
+    assert scene.outcome.tokens == scene.outcome.expected()
+    scene.pair.wait_idle()
+
+
+@pytest.mark.parametrize("state", ["decode_queued", "decode_receiving", "decode_running"])
+def test_a_full_queue_lets_a_later_attempt_of_what_it_holds_pass(state: str, scene_of: Any) -> None:
+    scene = scene_of(state)
+    decode, router, outcome = scene.pair.decode, scene.router, scene.outcome
+    first = decode._dispatch._requests[scene.name].message
+    decode._engine._inbox._max_queued = 0
+    again = GenerateRequest(scene.name, 9, outcome.prompt, list(outcome.tokens), outcome.sampling)
+    router.node.send(decode._node.me, again)
+
+    def heard() -> bool:
+        held = decode._dispatch._requests.get(scene.name)
+        return bool(held and (held.message is not first or held.successor)) or outcome.refused is not None
+
+    until(heard, "the later attempt")
+    scene.let_go()
+    scene.drive()
+    assert outcome.refused is None
+    assert outcome.attempts[-1] == 9
+    assert outcome.tokens == outcome.expected()
+    router.abort_rest(scene.name)
+    scene.pair.wait_idle()
+
+
+def test_a_full_queue_lets_what_another_worker_began_pass(scene_of: Any) -> None:
+    """Its client has read tokens; one that nobody has begun is refused."""
+    scene = scene_of("decode_running")
+    decode, router = scene.pair.decode, scene.router
+    decode._engine._inbox._max_queued = 0
+    prompt = router.random_prompt(50)
+    new = router.generate(prompt)
+    router.wait(new)
+    assert router.requests[new].refused.retryable
+    begun = router.requests["begun"] = type(scene.outcome)(prompt, router.requests[new].sampling)
+    begun.tokens = begun.expected()[:2]
+    router.node.send(decode._node.me, GenerateRequest("begun", 9, prompt, begun.tokens[:], begun.sampling))
+    scene.let_go()
+    router.wait("begun")
+    assert begun.refused is None
+    assert begun.tokens == begun.expected()
+    scene.pair.wait_idle()
+
+
+def test_a_refusal_on_the_way_to_other_pages_is_told(scene_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the attempt that the router knows: it takes no notice of any other, and would wait for ever."""
+    scene = scene_of("decode_receiving")
+    scene.router.hold_prefill = True
+
+    def refuse(request: EngineRequest) -> None:
+        raise RequestRejected(request.request_id, "for a reason of its own", retryable=True)
+
+    monkeypatch.setattr(scene.pair.decode._engine, "submit", refuse)
     overdue(scene.pair.decode, 4)
     scene.router.wait(scene.name)
     assert scene.outcome.refused.attempt == scene.outcome.attempts[-1] == 1

@@ -67,6 +67,22 @@ def test_forks_go_on_without_the_first(started: Start) -> None:
     pair.wait_idle()
 
 
+def test_a_full_queue_lets_choices_that_were_taken_pass(started: Start) -> None:
+    pair, router = started(InProcessNetwork().transport)
+    prompt = router.random_prompt(50)
+    gate = Gate(pair.models[1])
+    first = router.generate(prompt, max_tokens=20)
+    forks = [router.generate(prompt, fork_of=first) for _ in range(2)]
+    wait_until(lambda: pair.decode.status().requests == 3, what="all choices")
+    pair.decode._engine._inbox._max_queued = 0
+    gate.opened.set()
+    router.wait(first, *forks)
+    for name in forks:
+        assert router.requests[name].refused is None
+        assert router.requests[name].tokens == router.requests[name].expected()
+    pair.wait_idle()
+
+
 def test_an_abort_of_those_that_wait(started: Start) -> None:
     pair, router = started(InProcessNetwork().transport)
     prompt = router.random_prompt(150)
