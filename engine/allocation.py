@@ -11,8 +11,9 @@ positions whose KV must be there, S the page size and W the window:
     sliding  (c - W)/S .. c/S       the sequence, perhaps shared
     sliding  from c/S               the sequence: the chunk or output being computed
 
-A whole page gets its prefix key in ``advance``. In PINNED every hold is of kind PINNED. ``holds`` is the one
-place that says all this to the account.
+A whole page becomes findable in ``advance``; where that waits for its key, the window leaves nothing behind
+meanwhile. In PINNED every hold is of kind PINNED. ``holds`` is the one place that says all
+this to the account.
 
 A sequence may end while a planned step still touches its pages. Those holds stay until ``retire`` says that
 the step is over, so that nobody, a peer least of all, writes into a page that a running step reads or writes.
@@ -33,6 +34,9 @@ from antiphon.engine.settings import EngineSettings
 
 FULL = "full"
 SLIDING = "sliding"
+PAGES_NAMED_A_STEP = 256
+"""Pages that get their keys behind the launch of one step: 0.3 ms of the host, which a decode step outlasts,
+and twice what a chunk of 8,192 tokens completes of pages of 64, so that the names stay ahead."""
 
 
 class SequencePages:
@@ -58,6 +62,8 @@ class SequencePages:
         """Number of the last step that is over: neither the device nor the host touches its pages."""
         self._retiring: deque[tuple[int, str, list[int], Hold]] = deque()
         """Holds of ended sequences, with the step that they wait for."""
+        self._unnamed: deque[Sequence] = deque()
+        """Admitted sequences whose whole pages do not all have keys, in the order of admission."""
 
     # ----------------------------------------------------------------------------------------- admission
 
@@ -68,11 +74,24 @@ class SequencePages:
         keys = sequence.each_page_key(sequence.kv_target // self._page_size, self._page_size)
         return self.prefix.longest_hit(keys)
 
-    def name_pages(self, sequence: Sequence) -> None:
-        """Compute the keys of its whole pages, which are asked for when their content is complete: here
-        because nobody waits for it while the device computes."""
-        if self.prefix.enabled:
-            sequence.page_keys(len(sequence.token_ids) // self._page_size, self._page_size)
+    def name_pages(self) -> bool:
+        """Compute keys of up to ``PAGES_NAMED_A_STEP`` whole pages of admitted sequences; says whether any
+        lacked one.
+
+        Nobody waits for it here while the device computes.
+        """
+        left = PAGES_NAMED_A_STEP
+        while self._unnamed and left:
+            sequence = self._unnamed[0]
+            if sequence.status is not SequenceStatus.FINISHED:
+                whole = len(sequence.token_ids) // self._page_size
+                named = sequence.named_pages
+                sequence.name_pages(min(whole, named + left), self._page_size)
+                left -= sequence.named_pages - named
+                if sequence.named_pages < whole:
+                    break
+            self._unnamed.popleft()
+        return left < PAGES_NAMED_A_STEP
 
     def can_admit(self, sequence: Sequence, hit: PrefixHit, first_chunk: int, spare: int) -> bool:
         """Whether ``admit`` would find enough pages and leave ``spare`` full ones for those who run."""
@@ -96,6 +115,8 @@ class SequencePages:
         sequence.pages = table
         sequence.computed_tokens = sequence.planned_tokens = sequence.cached_tokens = hit.tokens
         sequence.published_pages = hit.tokens // self._page_size
+        if self.prefix.enabled:
+            self._unnamed.append(sequence)
 
     def _admission(self, sequence: Sequence, hit: PrefixHit, first_chunk: int) -> tuple[PageTable, int, int]:
         """The shared part of the page table, and how many new full and sliding pages follow it."""
@@ -141,6 +162,8 @@ class SequencePages:
         sequence.computed_tokens = computed
         if computed // self._page_size > sequence.published_pages:
             self._publish(sequence)
+            if self.prefix.enabled and sequence.published_pages < computed // self._page_size:
+                return  # the window's pages are yet to be published
         table = sequence.pages
         first = window_first_page(computed, self._window, self._page_size)
         passed = first - table.sliding_first
@@ -162,15 +185,19 @@ class SequencePages:
         self.sliding.convert(sequence.pages.sliding, Hold.USED, Hold.PINNED)
 
     def _publish(self, sequence: Sequence) -> None:
+        """Make complete pages findable. A chunk's are named here where they are not; of a peer's KV, which
+        may complete a whole prompt at once, they follow in later steps, as they get their names."""
         whole = sequence.computed_tokens // self._page_size
         begin = sequence.published_pages
+        if sequence.kind is RequestKind.REMOTE_KV:
+            whole = min(whole, max(sequence.named_pages, begin + 1))
         if not self.prefix.enabled or begin >= whole:
             return
         keys, table = sequence.page_keys(whole, self._page_size), sequence.pages
         self.prefix.publish(keys[begin:], table.full[begin:whole], sliding=False)
-        first = max(begin, table.sliding_first)
-        offset = table.sliding_first
-        self.prefix.publish(keys[first:], table.sliding[first - offset : whole - offset], sliding=True)
+        first, offset = max(begin, table.sliding_first), table.sliding_first
+        if first < whole:
+            self.prefix.publish(keys[first:], table.sliding[first - offset : whole - offset], sliding=True)
         sequence.published_pages = whole
 
     # ----------------------------------------------------------------------------------------- giving back

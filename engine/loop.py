@@ -171,8 +171,7 @@ class EngineLoop:
         """Hand the plan to the device; None when there is nothing to compute or to commit."""
         launched = self._issue(plan) if plan.work else None
         self._say_started()
-        for sequence in plan.admitted:
-            self._ledger.pages.name_pages(sequence)
+        self._changed |= self._ledger.pages.name_pages()
         return launched
 
     def _issue(self, plan: StepPlan) -> InFlight:

@@ -235,10 +235,19 @@ class Sequence:
         first_time = self.status is not SequenceStatus.PREEMPTED and not self.request.output_token_ids
         return self.request.priority, first_time, self.arrival
 
-    def page_keys(self, pages: int, page_size: int) -> list[bytes]:
-        """Prefix keys of the first ``pages`` whole pages; computed once, as the sequence grows."""
+    @property
+    def named_pages(self) -> int:
+        """Whole pages, from the first, that have their key."""
+        return len(self._page_keys)
+
+    def name_pages(self, pages: int, page_size: int) -> None:
+        """Compute the keys of the first ``pages`` whole pages, as far as they are not there."""
         while len(self._page_keys) < pages:
             self._name_next_page(page_size)
+
+    def page_keys(self, pages: int, page_size: int) -> list[bytes]:
+        """Prefix keys of the first ``pages`` whole pages; computed once, as the sequence grows."""
+        self.name_pages(pages, page_size)
         return self._page_keys[:pages]
 
     def each_page_key(self, pages: int, page_size: int) -> Iterator[bytes]:
