@@ -194,8 +194,8 @@ class PrefillDispatch:
     # ------------------------------------------------------------------------------------------ engine events
 
     def on_started(self, event: PrefillStarted) -> None:
-        """The engine has planned a job and mostly launched its first chunk already: which writes there will be
-        is known, so ask for permission. What is computed meanwhile waits for it in ``job.waiting``."""
+        """The engine has planned a job, and where its steps overlap launched the first chunk: its writes are
+        known, ask for permission. What is computed before that comes waits in ``job.waiting``."""
         job = self._by_engine_id.get(event.request_id)
         if job is None or job.state is not JobState.QUEUED:
             return
