@@ -9,13 +9,8 @@ extern "C" int antiphon_moe_mixed_experts(const void* activations, const void* g
                                           const float* token_scale, const float* row_weight, void* hidden, void* rows,
                                           int tile_rows, int grid, int overlap, void* stream) {
   using namespace antiphon::mixed;
-  const Arguments a = {projection(activations, gate_up, gate_up_tops, gate_up_bias, token_scale, 2 * kDim / 64),
-                       projection(hidden, down, down_tops, down_bias, row_weight, kDim / 64),
-                       static_cast<const TokenTile*>(tiles),
-                       tile_count,
-                       ready,
-                       static_cast<uint8_t*>(hidden),
-                       static_cast<__nv_bfloat16*>(rows),
-                       0};
+  const Projection first = projection(activations, gate_up, gate_up_tops, gate_up_bias, token_scale, 2 * kDim / 64);
+  const Projection second = projection(hidden, down, down_tops, down_bias, row_weight, kDim / 64);
+  const Arguments a = arguments(first, second, tiles, tile_count, ready, hidden, rows, 0);
   return start<false>(a, tile_rows, grid, overlap != 0, stream);
 }

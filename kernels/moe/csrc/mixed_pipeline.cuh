@@ -80,6 +80,19 @@ inline Projection projection(const void* tokens, const void* weights, const void
           factor,                              row_tiles};
 }
 
+// From what launchers are given; `hidden_spans`: 0 for whole experts.
+inline Arguments arguments(const Projection& gate_up, const Projection& down, const void* tiles, const int* tile_count,
+                           int* ready, void* hidden, void* rows, int hidden_spans) {
+  return {gate_up,
+          down,
+          static_cast<const TokenTile*>(tiles),
+          tile_count,
+          ready,
+          static_cast<uint8_t*>(hidden),
+          static_cast<__nv_bfloat16*>(rows),
+          hidden_spans};
+}
+
 // How many work items each projection has.
 struct Items {
   int gate_up, all;

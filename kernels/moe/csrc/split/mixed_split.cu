@@ -11,14 +11,9 @@ extern "C" int antiphon_moe_split_mixed_experts(const void* activations, const v
                                                 void* stream) {
   using namespace antiphon::mixed;
   if (hidden_columns <= 0 || hidden_columns >= kDim || hidden_columns % kSpanColumns != 0) return cudaErrorInvalidValue;
-  const int gate_up_tiles = 2 * hidden_columns / 64;
-  const Arguments a = {projection(activations, gate_up, gate_up_tops, gate_up_bias, token_scale, gate_up_tiles),
-                       projection(hidden, down, down_tops, down_bias, row_weight, kDim / 64),
-                       static_cast<const TokenTile*>(tiles),
-                       tile_count,
-                       ready,
-                       static_cast<uint8_t*>(hidden),
-                       static_cast<__nv_bfloat16*>(rows),
-                       hidden_columns / kSpanColumns};
+  const int gate_up_tiles = 2 * hidden_columns / 64, spans = hidden_columns / kSpanColumns;
+  const Projection first = projection(activations, gate_up, gate_up_tops, gate_up_bias, token_scale, gate_up_tiles);
+  const Projection second = projection(hidden, down, down_tops, down_bias, row_weight, kDim / 64);
+  const Arguments a = arguments(first, second, tiles, tile_count, ready, hidden, rows, spans);
   return start<true>(a, tile_rows, grid, false, stream);
 }
