@@ -68,7 +68,7 @@ class WorkerConfig(Section):
     max_batch_size: int = pydantic.Field(32, ge=1)
     """Sequences decoded together."""
     max_queued_requests: int = pydantic.Field(256, ge=1)
-    """Requests waiting inside a worker; beyond it a request is refused."""
+    """Requests waiting inside a worker; beyond it a new one is refused."""
     max_reservations_waiting: int = pydantic.Field(8, ge=1)
     """Decode only: reservations that may wait for their KV at one time."""
     local_prefill: Literal["never", "short", "always"] = "never"
