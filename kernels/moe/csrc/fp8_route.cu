@@ -63,10 +63,10 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(const __grid_constan
     __threadfence();
     last = atomicAdd(a.ticket, 1) == gridDim.x - 1;
     if (last) *a.ticket = 0;
+    __threadfence();
   }
   __syncthreads();
   if (!last) return;
-  __threadfence();
   if (threadIdx.x < a.experts) counts[threadIdx.x] = __ldcg(a.counts + threadIdx.x);
   __syncthreads();
   lay_out_tiles(counts, tile_counts, a.experts, a.tile_rows, a.first_tile, a.tiles, a.tile_count);
