@@ -20,6 +20,10 @@
 #include <thread>
 #include <vector>
 
+#include "races.h"
+
+#define UNSEEN __attribute__((no_sanitize_thread))  // the emulation's own work, which the check is not told of
+
 #undef __global__
 #undef __device__
 #undef __host__
@@ -57,12 +61,14 @@ struct Warp {
   int lanes = 0;
   int arrived[2] = {};
   uint32_t finished = 0;
+  races::Meeting meetings[2];
   alignas(16) unsigned char values[2][32][32];
 };
 
 struct NamedBarrier {
   int arrived = 0;
   uint32_t generation = 0;
+  races::Meeting meeting, over;
 };
 
 struct Block {
@@ -81,12 +87,16 @@ struct Block {
 inline thread_local Block* block = nullptr;
 alignas(1024) inline thread_local uint8_t dynamic_shared[232448];
 
-inline Fiber& fiber() { return block->fibers[block->current]; }
-inline void yield() {
+UNSEEN inline Fiber& fiber() { return block->fibers[block->current]; }
+UNSEEN inline void yield() {
   if (_setjmp(fiber().place) == 0) _longjmp(block->scheduler, 1);
 }
-inline void resume(Fiber& f) {
-  if (_setjmp(block->scheduler) != 0) return;
+UNSEEN inline void resume(Fiber& f) {
+  if (_setjmp(block->scheduler) != 0) {
+    races::leave();
+    return;
+  }
+  races::enter(block->current);
   if (f.begun) _longjmp(f.place, 1);
   f.begun = true;
   setcontext(&f.beginning);
@@ -94,7 +104,7 @@ inline void resume(Fiber& f) {
 
 // Spins for whatever another fiber, or another block, will do. A wait without end is a deadlock of the kernel.
 template <typename Condition>
-inline void wait_until(Condition condition) {
+UNSEEN inline void wait_until(Condition condition) {
   for (long spins = 0; !condition(); ++spins) {
     if (spins > 20'000'000) {
       std::fprintf(stderr, "deadlock: thread %d of block %u waits for ever\n", block->current, block->place.x);
@@ -112,7 +122,7 @@ inline void run_fiber() {
   _longjmp(block->scheduler, 1);
 }
 
-inline void run_block(const std::function<void()>& kernel, dim3 grid, dim3 shape, uint3 place) {
+UNSEEN inline void run_block(const std::function<void()>& kernel, dim3 grid, dim3 shape, uint3 place) {
   constexpr size_t kStack = 64 * 1024;
   Block here;
   block = &here;
@@ -126,6 +136,7 @@ inline void run_block(const std::function<void()>& kernel, dim3 grid, dim3 shape
   here.warps.resize((threads + 31) / 32);
   here.alive = threads;
   std::memset(dynamic_shared, 0x7F, sizeof dynamic_shared);
+  races::begin_block(static_cast<int>(place.y * grid.x + place.x), threads, dynamic_shared, &block);
   for (int i = 0; i < threads; ++i) {
     Fiber& f = here.fibers[i];
     f.index = {static_cast<unsigned>(i), 0, 0};
@@ -152,12 +163,14 @@ inline void run_block(const std::function<void()>& kernel, dim3 grid, dim3 shape
       if (!here.fibers[i].over) resume(here.fibers[i]);
     }
   }
+  races::end_block();
   block = nullptr;
 }
 
 template <typename Kernel, typename... Values>
 inline void run_grid(Kernel kernel, dim3 grid, dim3 shape, Values... values) {
   const std::function<void()> body = [=] { kernel(values...); };
+  races::begin_launch(static_cast<int>(grid.x * grid.y));
   std::vector<std::thread> blocks;
   for (unsigned y = 0; y < grid.y; ++y) {
     for (unsigned x = 0; x < grid.x; ++x) {
@@ -170,23 +183,26 @@ inline void run_grid(Kernel kernel, dim3 grid, dim3 shape, Values... values) {
   for (std::thread& each : blocks) each.join();
 }
 
-// Every lane's value, once all lanes of the warp have given theirs.
+// Every lane's value, once all lanes of the warp have given theirs. To order memory is __syncwarp's alone.
 template <typename Value>
-inline void exchange(Value mine, Value (&all)[32]) {
+UNSEEN inline void exchange(Value mine, Value (&all)[32], bool orders_memory = false) {
   static_assert(sizeof(Value) <= 32);
   Warp& warp = block->warps[block->current / 32];
   const uint32_t turn = fiber().collectives++;
   const int set = turn % 2, lane = block->current % 32;
   std::memcpy(warp.values[set][lane], &mine, sizeof mine);
+  if (warp.arrived[set] == 0) warp.meetings[set].clear();
+  if (orders_memory) warp.meetings[set].release();
   if (++warp.arrived[set] == warp.lanes) {
     warp.arrived[set] = 0;
     ++warp.finished;
   }
-  wait_until([&] { return warp.finished > turn; });
+  wait_until([&]() UNSEEN { return warp.finished > turn; });
+  if (orders_memory) warp.meetings[set].acquire();
   for (int i = 0; i < 32; ++i) std::memcpy(&all[i], warp.values[set][i], sizeof mine);
 }
 
-inline float e4m3(uint8_t code) {
+UNSEEN inline float e4m3(uint8_t code) {
   static const std::vector<float> table = [] {
     std::vector<float> values(256);
     for (int i = 0; i < 256; ++i) {
@@ -200,7 +216,7 @@ inline float e4m3(uint8_t code) {
   return table[code];
 }
 
-inline float bf16(uint32_t word, int which) {
+UNSEEN inline float bf16(uint32_t word, int which) {
   const uint32_t bits = which ? word & 0xFFFF0000u : word << 16;
   float value;
   std::memcpy(&value, &bits, 4);
@@ -252,21 +268,26 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }
 template <typename Value>
 inline Value __ldcg(const Value* from) {
-  return __atomic_load_n(reinterpret_cast<const uint32_t*>(from), __ATOMIC_RELAXED), *from;
+  return *from;
 }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline uint32_t atomicAdd(uint32_t* at, uint32_t value) { return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST); }
-inline int atomicAdd(int* at, int value) { return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST); }
+inline uint32_t atomicAdd(uint32_t* at, uint32_t value) { return __atomic_fetch_add(at, value, __ATOMIC_RELAXED); }
+inline int atomicAdd(int* at, int value) { return __atomic_fetch_add(at, value, __ATOMIC_RELAXED); }
 
-inline void barrier_wait_all(int id, int threads, bool wait) {
+UNSEEN inline void barrier_wait_all(int id, int threads, bool wait) {
   using namespace antiphon::on_host;
   NamedBarrier& barrier = block->barriers[id];
   const uint32_t before = barrier.generation;
+  barrier.meeting.release();
   if (++barrier.arrived == threads) {
     barrier.arrived = 0;
+    barrier.over = barrier.meeting;
+    barrier.meeting.clear();
     ++barrier.generation;
   }
-  if (wait) wait_until([&] { return barrier.generation != before; });
+  if (!wait) return;
+  wait_until([&]() UNSEEN { return barrier.generation != before; });
+  barrier.over.acquire();
 }
 inline void __syncthreads() {
   barrier_wait_all(0, static_cast<int>(antiphon::on_host::block->fibers.size()), true);
@@ -293,7 +314,7 @@ inline Value __shfl_up_sync(uint32_t, Value value, int step) {
 }
 inline void __syncwarp() {
   int all[32];
-  antiphon::on_host::exchange(0, all);
+  antiphon::on_host::exchange(0, all, true);
 }
 inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
   uint32_t all[32];
@@ -341,15 +362,20 @@ struct Mbarrier {
 };
 static_assert(sizeof(Mbarrier) == 8);
 inline Mbarrier& mbarrier(uint32_t address) { return *reinterpret_cast<Mbarrier*>(shared_pointer(address)); }
-inline void settle(Mbarrier& barrier) {
+inline void settle(uint32_t at) {
+  Mbarrier& barrier = mbarrier(at);
   if (barrier.pending != 0 || barrier.bytes != 0) return;
+  races::mbarrier_complete(at, barrier.phases % 2);
   barrier.pending = barrier.wanted;
   ++barrier.phases;
 }
-inline void arrive(Mbarrier& barrier) {
+inline void arrive(uint32_t at) {
+  Mbarrier& barrier = mbarrier(at);
   if (barrier.pending == 0) std::fprintf(stderr, "one arrival too many at an mbarrier\n"), std::abort();
+  races::mbarrier_use(&barrier);
+  races::mbarrier_arrive(at);
   --barrier.pending;
-  settle(barrier);
+  settle(at);
 }
 }  // namespace on_host
 
@@ -361,25 +387,36 @@ inline float clamped_swiglu(float gate, float up) {
 }
 
 inline void mbarrier_init(uint32_t at, uint32_t arrivals) {
+  const races::Unseen unseen;
   on_host::mbarrier(at) = {0, 0, static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals)};
+  races::mbarrier_init(at, &on_host::mbarrier(at));
 }
 inline void mbarrier_init_fence() {}
-inline void mbarrier_arrive(uint32_t at) { on_host::arrive(on_host::mbarrier(at)); }
+inline void mbarrier_arrive(uint32_t at) {
+  const races::Unseen unseen;
+  on_host::arrive(at);
+}
 inline void mbarrier_expect(uint32_t at, uint32_t bytes) {
+  const races::Unseen unseen;
   on_host::mbarrier(at).bytes += static_cast<int32_t>(bytes);
-  on_host::arrive(on_host::mbarrier(at));
+  on_host::arrive(at);
 }
 inline void mbarrier_wait(uint32_t at, uint32_t parity) {
-  on_host::wait_until([=] { return (on_host::mbarrier(at).phases & 1u) != parity; });
+  const races::Unseen unseen;
+  races::mbarrier_use(&on_host::mbarrier(at));
+  on_host::wait_until([=]() UNSEEN { return (on_host::mbarrier(at).phases & 1u) != parity; });
+  races::mbarrier_acquire(at, static_cast<int>(parity));
 }
-inline void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+[[gnu::noinline]] inline void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
   if (destination % 16 != 0 || reinterpret_cast<uintptr_t>(source) % 16 != 0 || bytes % 16 != 0)
     std::fprintf(stderr, "a bulk copy is not aligned to 16 bytes\n"), std::abort();
+  const auto begun = races::begin_copy();
   on_host::block->copies.push_back([=] {
-    std::memcpy(on_host::shared_pointer(destination), source, bytes);
-    on_host::Mbarrier& at = on_host::mbarrier(barrier);
-    at.bytes -= static_cast<int32_t>(bytes);
-    on_host::settle(at);
+    uint8_t* target = on_host::shared_pointer(destination);
+    races::land_copy(begun.get(), target, source, bytes, barrier);
+    std::memcpy(target, source, bytes);
+    on_host::mbarrier(barrier).bytes -= static_cast<int32_t>(bytes);
+    on_host::settle(barrier);
   });
 }
 inline void bulk_copy_once(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
@@ -387,10 +424,18 @@ inline void bulk_copy_once(uint32_t destination, const void* source, uint32_t by
 }
 inline void prefetch_line(const void*) {}
 inline void copy16(uint32_t destination, const void* source) {
-  on_host::fiber().own_copies.push_back(
-      [=] { std::memcpy(on_host::shared_pointer(destination), source, 16); });
+  const auto copy = [=] {
+    races::read(source, 16);
+    races::written(on_host::shared_pointer(destination), 16);
+  };
+  copy();  // the place must be free from now on
+  on_host::fiber().own_copies.push_back([=] {
+    copy();
+    std::memcpy(on_host::shared_pointer(destination), source, 16);
+  });
 }
 inline void wait_copies() {
+  const races::Unseen unseen;
   for (const auto& copy : on_host::fiber().own_copies) copy();
   on_host::fiber().own_copies.clear();
 }
@@ -398,9 +443,12 @@ inline void fence_async_proxy() {}
 inline void fence_async_global() {}
 inline uint4 load_fresh(const uint4* from) { return *from; }
 inline __nv_bfloat16 load_fresh(const __nv_bfloat16* from) { return *from; }
-inline void count_up(int* counter, int by) { __atomic_fetch_add(counter, by, __ATOMIC_SEQ_CST); }
+inline void count_up(int* counter, int by) {
+  __threadfence();
+  __atomic_fetch_add(counter, by, __ATOMIC_RELAXED);
+}
 inline void wait_for_count(const int* counter, int count) {
-  on_host::wait_until([=] { return __atomic_load_n(counter, __ATOMIC_SEQ_CST) >= count; });
+  on_host::wait_until([=] { return __atomic_load_n(counter, __ATOMIC_ACQUIRE) >= count; });
 }
 inline void barrier_sync(int id, int threads) { barrier_wait_all(id, threads, true); }
 inline void barrier_arrive(int id, int threads) { barrier_wait_all(id, threads, false); }
@@ -427,8 +475,15 @@ inline void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
 }
 
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
-inline void wgmma_wait_all() {}
+inline void wgmma_commit() { races::commit_products(); }
+// At most so many groups of the warp's products are under way.
+template <int PENDING>
+inline void wgmma_wait() {
+  int all[32];
+  on_host::exchange(0, all);
+  races::wait_products(PENDING);
+}
+inline void wgmma_wait_all() { wgmma_wait<0>(); }
 inline void pin(float&) {}
 inline void pin(uint32_t&) {}
 inline void multiply_add_in_order(float& sum, const float& value, float factor) {
@@ -449,6 +504,7 @@ inline void wgmma_e4m3(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b)
   Operand all[32];
   on_host::exchange(Operand{{a[0], a[1], a[2], a[3]}}, all);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const races::Unseen unseen;
   const uint8_t* base = on_host::shared_pointer(static_cast<uint32_t>(b) << 4);
   const size_t k_stride = (b >> 32 & 0xFFFF) * 16, row_stride = (b >> 48) * 16;
   float rows[2][32];
@@ -460,6 +516,7 @@ inline void wgmma_e4m3(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b)
     for (int c = 0; c < 2; ++c) {
       const int n = 8 * j + 2 * t + c;
       const uint8_t* column = base + n / 8 * row_stride + n % 8 * 16;
+      for (int half = 0; half < 2 && g == 0; ++half) races::read_by_product(column + half * k_stride, 16);
       float upper = 0.0f, lower = 0.0f;
       for (int k = 0; k < 32; ++k) {
         const float x = on_host::e4m3(column[k / 16 * k_stride + k % 16]);
@@ -472,8 +529,6 @@ inline void wgmma_e4m3(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b)
   }
 }
 
-template <int PENDING>
-inline void wgmma_wait() {}
 template <int COUNT>
 inline void give_registers() {}
 template <int COUNT>
@@ -491,8 +546,15 @@ inline void wgmma_e4m3_registers(float* d, const uint32_t* a, uint64_t b, int ac
   Operand all[32];
   on_host::exchange(Operand{{a[0], a[1], a[2], a[3]}}, all);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const races::Unseen unseen;
   const uint32_t address = static_cast<uint32_t>(b) << 4, offset = address % 128;
   const uint8_t* rows = on_host::shared_pointer(address - offset);
+  if constexpr (races::kOn) {  // the sums themselves are nothing that the kernels wait for, and take most of the time
+    for (int n = lane; n < N; n += 32)
+      for (int half = 0; half < 2; ++half)
+        races::read_by_product(rows + n * 128 + ((offset / 16 + half) ^ (n % 8)) * 16, 16);
+    return;
+  }
   float weights[2][32];
   for (int half = 0; half < 2; ++half)
     for (int k = 0; k < 32; ++k)
@@ -519,12 +581,16 @@ inline void wgmma_e4m3_registers(float* d, const uint32_t* a, uint64_t b, int ac
 // Both operands in shared memory, swizzled. A warp takes 16 of the 64 rows.
 template <int N>
 inline void wgmma_e4m3_shared(float* d, uint64_t a, uint64_t b, int accumulate) {
+  const races::Unseen unseen;
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const auto read = [](uint64_t operand, int row, float (&values)[32]) {
     const uint32_t address = static_cast<uint32_t>(operand) << 4, offset = address % 128;
     const uint8_t* rows = on_host::shared_pointer(address - offset);
-    for (int k = 0; k < 32; ++k)
-      values[k] = on_host::e4m3(rows[row * 128 + ((offset / 16 + k / 16) ^ (row % 8)) * 16 + k % 16]);
+    for (int half = 0; half < 2; ++half) {
+      const uint8_t* chunk = rows + row * 128 + ((offset / 16 + half) ^ (row % 8)) * 16;
+      races::read_by_product(chunk, 16);
+      for (int k = 0; k < 16; ++k) values[half * 16 + k] = on_host::e4m3(chunk[k]);
+    }
   };
   float rows[2][32], column[32];
   for (int half = 0; half < 2; ++half) read(a, warp * 16 + g + 8 * half, rows[half]);
