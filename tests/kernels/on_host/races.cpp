@@ -105,6 +105,7 @@ struct Block {
 
 // Of the launch, for all blocks.
 std::mutex mutex;
+std::mutex atomics_in_turn;  // what an atomic sees and what is known of it must be of one moment: blocks run at once
 std::vector<Range> tensors;
 std::map<uintptr_t, std::shared_ptr<const Times>> atomics;
 int block_count = 0;
@@ -384,17 +385,21 @@ void plain(const void* at, size_t bytes, bool write, uintptr_t place) {
   void __tsan_write##bytes(void* at) { antiphon::races::plain(at, bytes, true, PLACE); }                             \
   void __tsan_unaligned_read##bytes(void* at) { antiphon::races::plain(at, bytes, false, PLACE); }                   \
   void __tsan_unaligned_write##bytes(void* at) { antiphon::races::plain(at, bytes, true, PLACE); }
+#define IN_TURN const std::lock_guard in_turn(antiphon::races::atomics_in_turn)
 #define ATOMICS(bits)                                                                                                \
   uint##bits##_t __tsan_atomic##bits##_load(const volatile uint##bits##_t* at, int order) {                          \
-    antiphon::races::atomic_access(at, bits / 8, true, false, order);                                         \
+    IN_TURN;                                                                                                         \
+    antiphon::races::atomic_access(at, bits / 8, true, false, order);                                                \
     return __atomic_load_n(at, __ATOMIC_SEQ_CST);                                                                    \
   }                                                                                                                  \
   void __tsan_atomic##bits##_store(volatile uint##bits##_t* at, uint##bits##_t value, int order) {                   \
-    antiphon::races::atomic_access(at, bits / 8, false, true, order);                                         \
+    IN_TURN;                                                                                                         \
+    antiphon::races::atomic_access(at, bits / 8, false, true, order);                                                \
     __atomic_store_n(at, value, __ATOMIC_SEQ_CST);                                                                   \
   }                                                                                                                  \
   uint##bits##_t __tsan_atomic##bits##_fetch_add(volatile uint##bits##_t* at, uint##bits##_t value, int order) {     \
-    antiphon::races::atomic_access(at, bits / 8, true, true, order);                                          \
+    IN_TURN;                                                                                                         \
+    antiphon::races::atomic_access(at, bits / 8, true, true, order);                                                 \
     return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST);                                                          \
   }
 
