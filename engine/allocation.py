@@ -12,8 +12,8 @@ positions whose KV must be there, S the page size and W the window:
     sliding  from c/S               the sequence: the chunk or output being computed
 
 A whole page becomes findable in ``advance``; where that waits for its key, the window leaves nothing behind
-meanwhile. In PINNED every hold is of kind PINNED. ``holds`` is the one place that says all
-this to the account.
+meanwhile. In PINNED every hold is of kind PINNED. ``holds`` is the one place that says all this to the
+account.
 
 A sequence may end while a planned step still touches its pages. Those holds stay until ``retire`` says that
 the step is over, so that nobody, a peer least of all, writes into a page that a running step reads or writes.

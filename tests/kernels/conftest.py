@@ -100,6 +100,13 @@ def compile_for_host(
     # A library has its own copy of what its threads of the operating system hold.
     checked = ["-DANTIPHON_RACES", "-fno-gnu-unique"]
 
+    def checker() -> Path:
+        target = folder / "races.o"
+        if not target.exists():
+            command = ["g++", "-std=c++20", "-O2", "-fPIC", *checked, "-c"]
+            subprocess.run([*command, str(HERE / "on_host" / "races.cpp"), "-o", str(target)], check=True)
+        return target
+
     def compiled(sources: Sequence[str], *, races: bool = False) -> HostLibrary:
         if races and (shutil.which("addr2line") is None or any("-fsanitize" in each for each in options)):
             pytest.skip("needs addr2line, and no sanitizer besides")
@@ -113,17 +120,7 @@ def compile_for_host(
             subprocess.run([*command, "-o", str(target)], check=True)
             objects.append(str(target))
         if races:
-            objects.append(str(folder / "races.o"))
-            command = [
-                "g++",
-                "-std=c++20",
-                "-O2",
-                "-fPIC",
-                *checked,
-                "-c",
-                str(HERE / "on_host" / "races.cpp"),
-            ]
-            subprocess.run([*command, "-o", objects[-1]], check=True)
+            objects.append(str(checker()))
         library = folder / f"{name}.so"
         subprocess.run(["g++", "-shared", "-pthread", *options, *objects, "-o", str(library)], check=True)
         return HostLibrary(library, races=races)
