@@ -28,6 +28,8 @@ LIBRARIES: tuple[CudaLibrary, ...] = (
     IPC_LIBRARY,
 )
 """Every library that a worker on an H200 loads."""
+WATCHED: tuple[CudaLibrary, ...] = (skinny.LIBRARY, moe.LIBRARY, moe.SPLIT_LIBRARY)
+"""Of these the ones that racecheck watches in a form of their own."""
 
 
 def build_kernels(

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 NVCC_OPTIONS = (
@@ -60,6 +60,11 @@ class CudaLibrary:
         for path in (*self.sources, *self.headers):
             digest.update(path.read_bytes())
         return f"{self.name}-{digest.hexdigest()[:16]}.so"
+
+    def for_racecheck(self) -> CudaLibrary:
+        """The kernels as compute-sanitizer's racecheck is to watch them; ``hopper.cuh`` has what differs."""
+        options = (*self.options, "-DANTIPHON_FOR_RACECHECK")
+        return replace(self, name=f"{self.name}_for_racecheck", options=options)
 
     def find(self) -> Path | None:
         """Where the library built from exactly these sources is."""

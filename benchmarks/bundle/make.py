@@ -96,16 +96,17 @@ def _slim(wheel: Path, left_out: tuple[str, ...], cache: Path) -> Path:
 
 def _libraries() -> list[tuple[Item, Path]]:
     """The CUDA libraries, compiled unless those of exactly these sources are there."""
-    from antiphon.cluster.cli_kernels import LIBRARIES
+    from antiphon.cluster.cli_kernels import LIBRARIES, WATCHED
     from antiphon.kernels.cuda_library import KernelLibraryError
 
+    libraries = (*LIBRARIES, *(library.for_racecheck() for library in WATCHED))
     try:
-        paths = [library.build() for library in LIBRARIES]
+        paths = [library.build() for library in libraries]
     except KernelLibraryError as error:
         raise BundleError(str(error)) from error
     return [
         (_item("library", library.name, "", path), path)
-        for library, path in zip(LIBRARIES, paths, strict=True)
+        for library, path in zip(libraries, paths, strict=True)
     ]
 
 

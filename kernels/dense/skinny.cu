@@ -137,8 +137,7 @@ __device__ __forceinline__ void multiply(const Args& a, const uint8_t* stages, u
       mma_bf16(odd, low[c].z, h.z, low[c].w, h.w, w.z, w.w);
     }
     fence_async_proxy();  // a bulk copy would not queue behind loads of the slot that are still under way
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty + 8 * slot);
+    warp_arrive(empty + 8 * slot);
     const int buffer = done % 2;
     if (done >= 2) barrier_sync(kReleasedBarrier + buffer, S::kConsumers + S::kOutputs);
     float* mine = partial + (buffer * S::kWarps + warp) * S::kOutputs + g * kTileRows + 2 * q;
@@ -252,7 +251,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) project(const __grid_constant_
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       mbarrier_init(shared_address(&full[i]), 1);
-      mbarrier_init(shared_address(&empty[i]), S::kWarps);
+      mbarrier_init(shared_address(&empty[i]), S::kWarps * kWarpArrivals);
     }
     mbarrier_init_fence();
   }

@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from antiphon.kernels.cuda_library import KernelLibraryError
+
 ROOT = Path(__file__).parents[2]
 DRIVER = ROOT / "tests" / "gpu" / "sanitizer" / "run_sanitizer.py"
 
@@ -115,6 +117,68 @@ def test_the_exit_status_says_which(
     monkeypatch.setattr(driver, "_run", lambda _: (tool_status, lines))
     names = ["a", "b"] if len(lines) > 3 else ["a"]
     assert driver.check_under("memcheck", names) == expected
+
+
+def test_what_comes_behind_a_bad_case_runs_in_a_process_of_its_own(
+    driver: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tool that has reported its fill calls everything clean."""
+    monkeypatch.setattr(driver.shutil, "which", lambda *_, **__: "/bin/compute-sanitizer")
+    begun = []
+
+    def run(command: list[str]) -> tuple[int, list[str]]:
+        names = command[-1].split(",")
+        begun.append(names)
+        lines = [line for name in names for line in (f"case begins: {name}", f"case ended: {name} 0.1")]
+        if "b" in names:
+            lines.insert(lines.index("case begins: b") + 1, "========= Error: Race reported between x")
+        return 0, lines
+
+    monkeypatch.setattr(driver, "_run", run)
+    assert driver.check_under("memcheck", ["a", "b", "c", "d"]) == driver.FOUND
+    assert begun == [["a", "b", "c", "d"], ["c", "d"]]
+    words = [line.split()[2] for line in capsys.readouterr().out.splitlines() if line.startswith("memcheck ")]
+    assert words == ["ok", "FAILED", "ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [(["copies_out_of_order"], 0), ([], 2), (["copies_in_order", "copies_out_of_order"], 2)],
+    ids=["as it should be", "blind", "cries wolf"],
+)
+def test_a_racecheck_that_does_not_know_a_race_is_not_believed(
+    reported: list[str], expected: int, driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver.shutil, "which", lambda *_, **__: "/bin/compute-sanitizer")
+    monkeypatch.syspath_prepend(DRIVER.parent)
+    builds = importlib.import_module("racecheck_builds")
+    monkeypatch.setattr(builds, "build", lambda: "")
+
+    def run(command: list[str]) -> tuple[int, list[str]]:
+        (name,) = command[-1].split(",")
+        race = ["========= Error: Race reported between x"] if name in reported else []
+        return 0, [f"case begins: {name}", *race, f"case ended: {name} 0.1"]
+
+    monkeypatch.setattr(driver, "_run", run)
+    assert driver.check_under("racecheck", ["a"]) == expected
+
+
+def test_racecheck_watches_libraries_in_which_every_lane_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(DRIVER.parent)
+    builds = importlib.import_module("racecheck_builds")
+    monkeypatch.setenv("ANTIPHON_KERNEL_LIBRARY_DIR", str(tmp_path))
+    sources = (ROOT / "kernels").rglob("*.cu*")
+    arriving = {path.name for path in sources if "warp_arrive(" in path.read_text()}
+    watched = {path.name for library in builds.WATCHED for path in (*library.sources, *library.headers)}
+    assert arriving <= watched
+    for library in builds.WATCHED:
+        form = library.for_racecheck()
+        assert form.file_name != library.file_name
+        assert form.file_name.startswith(f"{library.name}_for_racecheck-")
+        with builds.loaded(), pytest.raises(KernelLibraryError, match=form.file_name):
+            library.load()
 
 
 def test_a_case_that_hangs_ends_with_the_time_limit(

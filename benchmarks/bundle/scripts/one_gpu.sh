@@ -41,6 +41,6 @@ wait
 choices 20b gpt-oss-20b '8192:1,8,32,128;32768:1,32'
 choices 120b gpt-oss-120b '8192:1,8,32,64'
 step sanitizer-memcheck 200 "$PYTHON" tests/gpu/sanitizer/run_sanitizer.py --tools memcheck
-step sanitizer-racecheck 200 "$PYTHON" tests/gpu/sanitizer/run_sanitizer.py --tools racecheck
+step sanitizer-racecheck 400 "$PYTHON" tests/gpu/sanitizer/run_sanitizer.py --tools racecheck
 load 20b gpt-oss-20b 120
 load 120b gpt-oss-120b 300

@@ -129,8 +129,7 @@ struct Consumer {
 
   __device__ __forceinline__ void release(int which) const {
     if constexpr (P::kScaled) fence_async_proxy();  // the row scales are read before a bulk copy may replace them
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + 8 * which);
+    warp_arrive(empty + 8 * which);
   }
 
   __device__ __forceinline__ Factors factors(const uint8_t* data, float weight_scale, int block) const {
@@ -267,7 +266,7 @@ __device__ __forceinline__ void run(const Arguments& a, uint8_t* shared, uint64_
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       mbarrier_init(shared_address(full + i), 1);
-      mbarrier_init(shared_address(empty + i), kConsumerGroups * 4);
+      mbarrier_init(shared_address(empty + i), kConsumerGroups * 4 * kWarpArrivals);
     }
     mbarrier_init_fence();
   }

@@ -102,11 +102,11 @@ __global__ void __launch_bounds__(S::kThreads, 1) mixed_experts(const __grid_con
     }
     for (int i = 0; i < S::kWeightSlots; ++i) {
       mbarrier_init(shared_address(&weight_full[i]), 1);
-      mbarrier_init(shared_address(&weight_empty[i]), S::kGroups * 4);
+      mbarrier_init(shared_address(&weight_empty[i]), S::kGroups * 4 * kWarpArrivals);
     }
     for (int i = 0; i < S::kTermSlots; ++i) {
       mbarrier_init(shared_address(&term_full[i]), 1);
-      mbarrier_init(shared_address(&term_empty[i]), S::kGroups * 4);
+      mbarrier_init(shared_address(&term_empty[i]), S::kGroups * 4 * kWarpArrivals);
     }
     mbarrier_init_fence();
   }

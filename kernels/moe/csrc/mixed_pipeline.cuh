@@ -245,11 +245,7 @@ struct Consumer {
     const int4 item = *reinterpret_cast<const int4*>(terms + term.slot * S::kTermBytes);
     const bool stored = item.x != 0 && item.w * S::kGroups + group < a.gate_up.row_tiles;
     fence_async_proxy();  // as in release_stage()
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      mbarrier_arrive(shared.term_empty + 8 * term.slot);
-      if (stored) count_up(a.ready + 1 + item.z, 1);
-    }
+    if (warp_arrive(shared.term_empty + 8 * term.slot) && stored) count_up(a.ready + 1 + item.z, 1);
     term.advance();
   }
 
@@ -272,8 +268,7 @@ struct Consumer {
   __device__ __forceinline__ void release_stage() const {
     const int slot = (stage.slot == 0 ? S::kWeightSlots : stage.slot) - 1;
     fence_async_proxy();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared.weight_empty + 8 * slot);
+    warp_arrive(shared.weight_empty + 8 * slot);
   }
 
   // The operand of the token tile's next 128 columns, once they are there.

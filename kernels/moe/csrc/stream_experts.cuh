@@ -172,7 +172,7 @@ __device__ __forceinline__ void consume(const Arguments& a, const Work& work, co
       }
       const int block = (s * G::kGroups + group) * kStageBlocks;
       multiply_stage<TOKENS>(packed, scales, operand + block * (Tile::kBlockBytes / 16), low_offset, acc,
-                             [&] { at.ring.release(group, lane); });
+                             [&] { at.ring.release(group); });
       at.ring.advance();
     }
     float sum[G::kWidth / 8][4];
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(Geometry<TOKENS>::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < G::kSlots; ++i) {
       mbarrier_init(shared_address(&full[i]), 1);
-      mbarrier_init(shared_address(&empty[i]), 4);
+      mbarrier_init(shared_address(&empty[i]), 4 * kWarpArrivals);
     }
     for (int i = 0; i < G::kBuffers; ++i) {
       mbarrier_init(shared_address(&tile_full[i]), G::kGatherWarps);

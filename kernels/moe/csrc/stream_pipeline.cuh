@@ -30,10 +30,9 @@ struct Ring {
   __device__ __forceinline__ void wait_full(int group) const { mbarrier_wait(full + 8 * index(group), turn & 1); }
   // By all lanes of a warp that has read its share. A bulk copy does not go the way of the loads before it: they may
   // still be queued behind others when it fills the slot again, unless the fence has waited for them.
-  __device__ __forceinline__ void release(int group, int lane) const {
+  __device__ __forceinline__ void release(int group) const {
     fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty + 8 * index(group));
+    warp_arrive(empty + 8 * index(group));
   }
 };
 

@@ -4,6 +4,9 @@ Run: ``make sanitize-gpu``, or this file (``--tools``, ``--cases`` with commas b
 where the libraries were built. ``--dry-run`` needs no GPU: Triton kernels run in its interpreter, and of CUDA
 kernels the arguments are checked against what their launchers take.
 
+Racecheck watches libraries of its own, and is itself checked first (``racecheck_builds.py``); nvcc makes them
+where they were not brought along.
+
 Exit status: 0 clean; 1 a tool found something, or a case failed; 2 the tool cannot be used here.
 
 The sanitizer runs one launch after the other. So a launch that programmatic dependent launch would begin
@@ -25,8 +28,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +43,7 @@ TOOLS = {
     "initcheck": (),
 }
 DEFAULT_TOOLS = "memcheck,racecheck"
-TIMEOUT_S = 280
+TIMEOUT_S = 600
 BLOCKS = 8
 """What is said to be the number of multiprocessors, by which persistent kernels choose their grids."""
 CLEAN, FOUND, UNUSABLE = 0, 1, 2
@@ -94,31 +97,65 @@ def read_verdicts(lines: Sequence[str], names: Sequence[str]) -> list[Verdict]:
 
 
 def check_under(tool: str, names: Sequence[str]) -> int:
-    """Run the cases under one tool and print a line each; returns the exit status."""
+    """Run the cases under one tool and print a line each; returns the exit status.
+
+    What comes behind a case that was found bad runs in a process of its own: a tool that has reported much
+    may report no more.
+    """
     executable = shutil.which("compute-sanitizer") or shutil.which(
         "compute-sanitizer", path="/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer"
     )
     if executable is None:
         print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
         return UNUSABLE
-    command = [
+    if tool == "racecheck" and (complaint := _complaint_of_racecheck(executable)):
+        print(complaint, file=sys.stderr)
+        return UNUSABLE
+    begin, good, left = time.perf_counter(), True, list(names)
+    while left:
+        status, lines = _run(_command(executable, tool, left))
+        if _is_unusable(lines):
+            print("".join(lines[-20:]), file=sys.stderr)
+            return UNUSABLE
+        verdicts = read_verdicts(lines, left)
+        bad = next((place for place, verdict in enumerate(verdicts) if verdict.word != "ok"), None)
+        done = len(left) if bad is None else bad + 1
+        for verdict in verdicts[:done]:
+            print(verdict.line(tool), flush=True)
+        if bad is not None or status != 0:
+            good = False
+            print(f"exit status {status}", *lines, sep="", flush=True)
+        left = left[done:]
+    print(
+        f"{tool}: {len(names)} cases in {time.perf_counter() - begin:.0f} s, {'clean' if good else 'FAILED'}"
+    )
+    return CLEAN if good else FOUND
+
+
+def _command(executable: str, tool: str, names: Sequence[str]) -> list[str]:
+    return [
         *(executable, "--tool", tool, *TOOLS[tool], "--target-processes", "application-only"),
         *("--destroy-on-device-error", "kernel", "--print-limit", "20"),
-        *(sys.executable, __file__, "--inside", "--cases", ",".join(names)),
+        *(sys.executable, __file__, "--inside", "--tools", tool, "--cases", ",".join(names)),
     ]
-    begin = time.perf_counter()
-    status, lines = _run(command)
-    if any(text in line for line in lines for text in _UNUSABLE):
-        print("".join(lines[-20:]), file=sys.stderr)
-        return UNUSABLE
-    verdicts = read_verdicts(lines, names)
-    for verdict in verdicts:
-        print(verdict.line(tool))
-    good = all(verdict.word == "ok" for verdict in verdicts)
-    if not good or status != 0:
-        print("".join(lines))
-    print(f"{tool}: {len(verdicts)} cases in {time.perf_counter() - begin:.0f} s, exit status {status}")
-    return CLEAN if good and status == 0 else FOUND
+
+
+def _is_unusable(lines: Sequence[str]) -> bool:
+    return any(text in line for line in lines for text in _UNUSABLE)
+
+
+def _complaint_of_racecheck(executable: str) -> str:
+    """Why what this racecheck says is worth nothing; nothing when it is."""
+    from racecheck_builds import CANARIES, build
+
+    if missing := build():
+        return missing
+    for name, expected in zip(CANARIES, ("ok", "FAILED"), strict=True):
+        _, lines = _run(_command(executable, "racecheck", [name]))
+        (verdict,) = read_verdicts(lines, [name])
+        if _is_unusable(lines) or verdict.word != expected:
+            return f"racecheck: {name}: {verdict.word}, where {expected} is true\n{''.join(lines[-20:])}"
+    return ""
 
 
 def _run(command: list[str]) -> tuple[int, list[str]]:
@@ -134,16 +171,19 @@ def _run(command: list[str]) -> tuple[int, list[str]]:
             timer.cancel()
 
 
-def run_cases(names: Sequence[str], machine: Any, synchronize: Callable[[], None]) -> bool:
-    """Run cases in this process between markers; whether all went well."""
-    from sanitizer_fp8_cases import CASES
-
+def run_cases(
+    cases: Mapping[str, Callable[[Any], object]],
+    names: Sequence[str],
+    machine: Any,
+    synchronize: Callable[[], None],
+) -> bool:
+    """Run some of the cases in this process between markers; whether all went well."""
     good = True
     for name in names:
         print(_BEGIN, name, flush=True)
         begin = time.perf_counter()
         try:
-            CASES[name](machine)
+            cases[name](machine)
             synchronize()
         except Exception as error:
             print(_FAILED, " ".join(str(error).split())[:200] or type(error).__name__, flush=True)
@@ -160,15 +200,17 @@ def small_device() -> Iterator[None]:
         yield
 
 
-def run_inside(names: Sequence[str]) -> int:
+def run_inside(tool: str, names: Sequence[str]) -> int:
     """What the sanitizer watches."""
+    import racecheck_builds
     import torch
-    from sanitizer_cases import Machine
+    from sanitizer_fp8_cases import CASES, Machine
 
+    cases = {**CASES, **racecheck_builds.CANARIES}
     torch.manual_seed(0)
     torch.cuda.init()  # which asks for the device's properties itself
-    with small_device():
-        good = run_cases(names, Machine(torch.device("cuda")), torch.cuda.synchronize)
+    with small_device(), racecheck_builds.loaded() if tool == "racecheck" else nullcontext():
+        good = run_cases(cases, names, Machine(torch.device("cuda")), torch.cuda.synchronize)
     return CLEAN if good else FOUND
 
 
@@ -176,7 +218,7 @@ def dry_run(names: Sequence[str]) -> int:
     """Every case without a GPU; ends with the names of all kernels that were launched."""
     os.environ["TRITON_INTERPRET"] = "1"
     import torch
-    from sanitizer_cases import Machine
+    from sanitizer_fp8_cases import CASES, Machine
     from triton.runtime.interpreter import GridExecutor
 
     from antiphon.kernels.cuda_library import CudaLibrary
@@ -196,7 +238,7 @@ def dry_run(names: Sequence[str]) -> int:
         mock.patch.object(GridExecutor, "__call__", interpret),
     ):
         machine = Machine(torch.device("cpu"), torch.float32, pdl=False)
-        good = run_cases(names, machine, lambda: None)
+        good = run_cases(CASES, names, machine, lambda: None)
     print("launched:", *sorted(launched), flush=True)
     return CLEAN if good else FOUND
 
@@ -241,13 +283,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     names = list(CASES) if options.cases is None else options.cases.split(",")
     tools = options.tools.split(",")
+    if options.inside:
+        return run_inside(tools[0], names)
     unknown = (set(names) - set(CASES)) | (set(tools) - set(TOOLS))
     if unknown:
         parser.error(f"no such case or tool: {', '.join(sorted(unknown))}")
     if options.dry_run:
         return dry_run(names)
-    if options.inside:
-        return run_inside(names)
     return max(check_under(tool, names) for tool in tools)
 
 

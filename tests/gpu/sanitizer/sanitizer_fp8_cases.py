@@ -12,7 +12,7 @@ from antiphon.kernels.attention.widen import WidePages
 from antiphon.kernels.dense import rope
 from antiphon.kernels.fp8_pages import Fp8Pages, head_bytes
 
-__all__ = ["CASES"]
+__all__ = ["CASES", "Machine"]
 
 _F32 = torch.float32
 
