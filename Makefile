@@ -22,6 +22,8 @@ SETUP_ID := $(shell { cat requirements/lock.txt pyproject.toml; echo '$(abspath 
 STAMP := $(VENV)/.installed-$(SETUP_ID)
 CLIENTS_ID := $(shell { cat requirements/clients.txt; echo '$(SETUP_ID)'; } | sha256sum | cut -c1-16)
 CLIENTS_STAMP := $(VENV)/.clients-$(CLIENTS_ID)
+SANITIZER_ID := $(shell { cat requirements/sanitizer.txt; echo '$(SETUP_ID)'; } | sha256sum | cut -c1-16)
+SANITIZER_STAMP := $(VENV)/.sanitizer-$(SANITIZER_ID)
 
 .PHONY: help setup serve check test test-gpu sanitize-gpu sanitize-host bench measure-gpu measure-two-gpus chaos soak docs lock clean
 
@@ -46,6 +48,11 @@ $(CLIENTS_STAMP): requirements/clients.txt $(STAMP)
 	  -r requirements/clients.txt
 	@touch $@
 
+$(SANITIZER_STAMP): requirements/sanitizer.txt $(STAMP)
+	@rm -f $(VENV)/.sanitizer-*
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sanitizer.txt
+	@touch $@
+
 serve: $(STAMP) ## Start everything on this machine (PORT=, CONFIG=)
 	@exec $(VENV)/bin/antiphon serve --config $(CONFIG) $(if $(PORT),--port $(PORT))
 
@@ -66,7 +73,7 @@ test: $(CLIENTS_STAMP) ## Every test that needs no GPU (PYTEST_ARGS= is passed o
 test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(CLIENTS_STAMP)) ## The tests that need an H200 (PY= picks the interpreter)
 	PYTHONPATH=src $(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
-sanitize-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP)) ## Every kernel under compute-sanitizer, on an H200
+sanitize-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(SANITIZER_STAMP)) ## Every kernel under compute-sanitizer, on an H200
 	PYTHONPATH=src $(PY) tests/gpu/sanitizer/run_sanitizer.py $(SANITIZER_ARGS)
 
 # Leaks are Python's; the compiler's library must come before Python's own memory.

@@ -1,4 +1,4 @@
-"""Print requirements/lock.txt: every package of the running environment, but those of clients.txt."""
+"""Print requirements/lock.txt: every package of the running environment that no other file here pins."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ PINNED = {"triton": "3.7.1"}
 
 
 def listed_elsewhere() -> set[str]:
-    """Names that requirements/clients.txt pins."""
-    lines = (Path(__file__).parent / "clients.txt").read_text().splitlines()
-    return {normal(line.partition("==")[0]) for line in lines if not line.startswith("#")}
+    """Names that the other files for development pin."""
+    texts = [(Path(__file__).parent / name).read_text() for name in ("clients.txt", "sanitizer.txt")]
+    lines = [line for text in texts for line in text.splitlines() if not line.startswith("#")]
+    return {normal(line.partition("==")[0]) for line in lines}
 
 
 def normal(name: str) -> str:

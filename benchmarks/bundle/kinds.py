@@ -21,6 +21,9 @@ LEFT_OUT = {
         *("ray/tune/", "ray/llm/"),
     ),
     "nixl-cu13": ("nixl_ep_cu13/",),
+    "nvidia-cuda-sanitizer-api": tuple(
+        f"nvidia/cu13/compute-sanitizer/{folder}/" for folder in ("docs", "include", "x86")
+    ),
 }
 """Distribution -> folders of its wheel that nothing here loads, and that are most of its size."""
 
@@ -36,6 +39,7 @@ class Kind:
         scripts: that it brings.
         entries: modules that run whole, and test files.
         commands: modules of which only what they import at once is loaded.
+        tools: distributions of other programs that they start.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Kind:
     scripts: tuple[str, ...]
     entries: tuple[str | Path, ...]
     commands: tuple[str, ...] = ()
+    tools: tuple[str, ...] = ()
 
 
 def _gpu_tests() -> tuple[Path, ...]:
@@ -71,6 +76,7 @@ KINDS = {
                 *_benchmarks("kernels_chunk_fp8", "kernels_prefill", "fp8_pages"),
                 *(Path("tests/conftest.py"), *_gpu_tests()),
             ),
+            tools=("nvidia-cuda-sanitizer-api",),
         ),
         Kind(
             "workers",
@@ -132,4 +138,5 @@ def packages_of(name: str) -> set[str]:
         LookupError: one of them is not installed here, so what it requires is not known.
     """
     found = distributions(modules_of(name), PLUGINS, THERE, INSTEAD)
-    return {each for each in found if not each.startswith("nvidia-")}
+    tools = {tool for kind in served_by(name) for tool in kind.tools}
+    return tools | {each for each in found if not each.startswith("nvidia-")}

@@ -22,6 +22,7 @@ from antiphon.benchmarks.bundle.wheels import PYTHON, BundleError, fetch, withou
 from antiphon.benchmarks.records import checkout_commit, now
 
 LOCK = ROOT / "requirements/lock.txt"
+TOOLS = ROOT / "requirements/sanitizer.txt"
 CACHE = ROOT / ".cache/bundle"
 """Wheels of earlier bundles: nothing is fetched twice."""
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -75,7 +76,7 @@ def packed(items: Sequence[Item], part_mib: float) -> list[Item]:
 
 
 def _wheels(kind: str, cache: Path) -> list[tuple[Item, Path]]:
-    names, pins = packages_of(kind), locked(LOCK)
+    names, pins = packages_of(kind), locked(TOOLS) | locked(LOCK)
     if unpinned := sorted(names - pins.keys()):
         raise BundleError(f"{LOCK} has no version of {', '.join(unpinned)}")
     found = []

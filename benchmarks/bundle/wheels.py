@@ -18,7 +18,7 @@ from antiphon.benchmarks.bundle.needs import normal
 from antiphon.protocol.errors import AntiphonError
 
 PYTHON = "3.12"
-GLIBC_MINORS = (39, 35, 34, 31, 28, 27, 24, 17)
+GLIBC_MINORS = (39, 35, 34, 31, 28, 27, 25, 24, 17)
 """Of the ``manylinux_2_N`` tags that are asked for: pip takes each by its exact name."""
 _PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS),

@@ -20,6 +20,7 @@ pytestmark = [
 @pytest.mark.parametrize("devices", [1, 2], ids=["on one GPU", "between two GPUs"])
 def test_pages_arrive_as_they_were_sent(devices: int, tmp_path: Path) -> None:
     """Each hand-off is checked by the program itself, launched at once and behind work of the GPU."""
+    pytest.importorskip("nixl", reason="the transport of notifications")
     if torch.cuda.device_count() < devices:
         pytest.skip(f"needs {devices} CUDA devices")
     out = tmp_path / "transfer.json"

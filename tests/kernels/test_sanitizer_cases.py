@@ -143,8 +143,13 @@ def test_what_comes_behind_a_bad_case_runs_in_a_process_of_its_own(
 
 @pytest.mark.parametrize(
     ("reported", "expected"),
-    [(["copies_out_of_order"], 0), ([], 2), (["copies_in_order", "copies_out_of_order"], 2)],
-    ids=["as it should be", "blind", "cries wolf"],
+    [
+        (["copies_out_of_order"], 0),
+        ([], 2),
+        (["copies_in_order", "copies_out_of_order"], 2),
+        (["copies_out_of_order", "an old one"], 2),
+    ],
+    ids=["as it should be", "blind", "cries wolf", "old"],
 )
 def test_a_racecheck_that_does_not_know_a_race_is_not_believed(
     reported: list[str], expected: int, driver: ModuleType, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +160,9 @@ def test_a_racecheck_that_does_not_know_a_race_is_not_believed(
     monkeypatch.setattr(builds, "build", lambda: "")
 
     def run(command: list[str]) -> tuple[int, list[str]]:
+        if command[1:] == ["--version"]:
+            version = "2025.3.1.0" if "an old one" in reported else "2026.4.0.0"
+            return 0, ["NVIDIA (R) Compute Sanitizer\n", f"Version {version} (build 1)\n"]
         (name,) = command[-1].split(",")
         race = ["========= Error: Race reported between x"] if name in reported else []
         return 0, [f"case begins: {name}", *race, f"case ended: {name} 0.1"]

@@ -82,12 +82,9 @@ __device__ __forceinline__ void bulk_copy(uint32_t destination, const void* sour
       : "memory");
 }
 
-// The same for bytes that nobody reads again: L2 gives them up first. Racecheck does not see copies in this form.
+// The same for bytes that nobody reads again: L2 gives them up first.
 __device__ __forceinline__ void bulk_copy_once(uint32_t destination, const void* source, uint32_t bytes,
                                                uint32_t barrier) {
-#ifdef ANTIPHON_FOR_RACECHECK
-  bulk_copy(destination, source, bytes, barrier);
-#else
   asm volatile(
       "{\n.reg .b64 policy;\n"
       "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
@@ -95,7 +92,6 @@ __device__ __forceinline__ void bulk_copy_once(uint32_t destination, const void*
       "}\n" ::"r"(destination),
       "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
-#endif
 }
 
 // Has L2 fetch the line of 128 bytes around an address; nobody waits for it.

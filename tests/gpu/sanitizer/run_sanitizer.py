@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,8 @@ BLOCKS = 8
 CLEAN, FOUND, UNUSABLE = 0, 1, 2
 _BEGIN, _END, _FAILED = "case begins:", "case ended:", "case failed:"
 _HEADING = re.compile(r"^========= (?! )(?!COMPUTE-SANITIZER)(?!ERROR SUMMARY)(?!RACECHECK SUMMARY)(.+)")
+OLDEST = (2026, 4)
+"""Version of the tool whose racecheck is known to understand named barriers; 2025.3 does not."""
 _UNUSABLE = ("Device not supported", "Unable to find injection library", "No attachable process")
 
 
@@ -102,11 +105,9 @@ def check_under(tool: str, names: Sequence[str]) -> int:
     What comes behind a case that was found bad runs in a process of its own: a tool that has reported much
     may report no more.
     """
-    executable = shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path="/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer"
-    )
+    executable = _executable()
     if executable is None:
-        print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
+        print("there is no compute-sanitizer: requirements/sanitizer.txt names its package", file=sys.stderr)
         return UNUSABLE
     if tool == "racecheck" and (complaint := _complaint_of_racecheck(executable)):
         print(complaint, file=sys.stderr)
@@ -124,12 +125,22 @@ def check_under(tool: str, names: Sequence[str]) -> int:
             print(verdict.line(tool), flush=True)
         if bad is not None or status != 0:
             good = False
-            print(f"exit status {status}", *lines, sep="", flush=True)
+            print(f"exit status {status}\n", *lines, sep="", flush=True)
         left = left[done:]
     print(
         f"{tool}: {len(names)} cases in {time.perf_counter() - begin:.0f} s, {'clean' if good else 'FAILED'}"
     )
     return CLEAN if good else FOUND
+
+
+def _executable() -> str | None:
+    """The packaged one, before those of a CUDA toolkit."""
+    package = find_spec("nvidia")
+    folders = (
+        [] if package is None else [f"{place}/cu13/bin" for place in package.submodule_search_locations or ()]
+    )
+    toolkit = ["/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer"]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join([*folders, os.environ["PATH"], *toolkit]))
 
 
 def _command(executable: str, tool: str, names: Sequence[str]) -> list[str]:
@@ -148,6 +159,11 @@ def _complaint_of_racecheck(executable: str) -> str:
     """Why what this racecheck says is worth nothing; nothing when it is."""
     from racecheck_builds import CANARIES, build
 
+    _, said = _run([executable, "--version"])
+    version = re.search(r"^Version (\d+)\.(\d+)", "".join(said), re.MULTILINE)
+    if version is None or tuple(map(int, version.groups())) < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        return f"racecheck: {executable} is no {wanted} or newer, but {said[-1:] or 'silent'}"
     if missing := build():
         return missing
     for name, expected in zip(CANARIES, ("ok", "FAILED"), strict=True):
