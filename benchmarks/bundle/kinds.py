@@ -93,9 +93,9 @@ KINDS = {
         ),
         Kind(
             "served",
-            "whole deployments: the served parts of two GPUs, and the split against colocated engines",
+            "whole deployments of two GPUs and of more, and the split against colocated engines",
             "workers",
-            ("split.sh",),
+            ("split.sh", "many_gpus.sh"),
             (*_benchmarks("served_pair", "split.command"), *_COMMAND, Path("tests/cluster/worker_rank.py")),
         ),
         Kind(

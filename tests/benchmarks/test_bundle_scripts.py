@@ -158,6 +158,16 @@ def test_steps_are_picked_by_name_and_options_are_passed_on() -> None:
     assert peer.command[peer.command.index("--layouts") + 1] == "TP2"
 
 
+def test_hosts_of_four_and_of_eight_gpus_take_the_layouts_that_fit() -> None:
+    asked = {}
+    for gpus in (4, 8):
+        commands = {step.name: step.command for step in steps_of("many_gpus.sh", GPUS=str(gpus))}
+        sweep, agreement = commands["sweep"], commands["agreement-120b"]
+        ranks = agreement[agreement.index("--ranks") + 1]
+        asked[gpus] = ranks, sweep[sweep.index("--layouts") + 1]
+    assert asked == {4: ("4", "TP4,TP4 EP4"), 8: ("8", "TP4,TP4 EP4,TP8")}
+
+
 def test_scripts_run_in_the_root_of_a_checkout_alone(tmp_path: Path) -> None:
     for script in {*RUNNING, "setup.sh"}:
         done = subprocess.run(
