@@ -163,7 +163,7 @@ def _complaint_of_racecheck(executable: str) -> str:
     version = re.search(r"^Version (\d+)\.(\d+)", "".join(said), re.MULTILINE)
     if version is None or tuple(map(int, version.groups())) < OLDEST:
         wanted = ".".join(map(str, OLDEST))
-        return f"racecheck: {executable} is no {wanted} or newer, but {said[-1:] or 'silent'}"
+        return f"racecheck: {executable} is not {wanted} or newer: {''.join(said[-1:]).strip()}"
     if missing := build():
         return missing
     for name, expected in zip(CANARIES, ("ok", "FAILED"), strict=True):
