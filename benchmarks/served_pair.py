@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from antiphon.benchmarks.records import Record, append_records, checkout_commit, now
-from antiphon.benchmarks.split.arrangements import Arrangement, colocated_of, split_of
+from antiphon.benchmarks.records import Layout, Record, append_records, checkout_commit, now
+from antiphon.benchmarks.split.arrangements import SPLIT, Arrangement, colocated_of, split_of
 from antiphon.benchmarks.split.host import start_server
 from antiphon.benchmarks.split.run import device_name
 from antiphon.cluster.cli_serve import read_config
+from antiphon.cluster.layout_check import layout_of
 from antiphon.configs.schema import DeploymentConfig
 
 QUESTIONS = (
@@ -130,10 +131,13 @@ def main() -> int:
         first_ms = statistics.median(answer.first_s for answer in found[arrangement.name]) * 1e3
         events = sum(answer.events for answer in found[arrangement.name])
         extra: dict[str, object] = {"shape": arrangement.label, "ready_s": ready_s, "events": events}
+        if arrangement.name == SPLIT:
+            extra["prefill"] = f"{config.prefill.replicas} x {layout_of(config.prefill).name}"
         said = f"ready in {ready_s:.1f} s, first text after {first_ms:.1f} ms, {events} events"
         print(f"{arrangement.label}: {said}", flush=True)
         record = Record(
-            *("served", config.model.name, "TP1", device, checkout_commit(), now(), first_ms, "ms"),
+            *("served", config.model.name, Layout.parse(layout_of(config.decode).name).name, device),
+            *(checkout_commit(), now(), first_ms, "ms"),
             kernel=arrangement.name,
             extra=extra,
         )
