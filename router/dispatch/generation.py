@@ -178,6 +178,12 @@ class Generation:
         self.attempt = (self.attempt // ATTEMPT_STRIDE + 1) * ATTEMPT_STRIDE
 
     @property
+    def recomputes(self) -> bool:
+        """Whether this attempt repeats work that was lost; a worker that took nothing has lost nothing."""
+        by_decode = self.attempt % ATTEMPT_STRIDE > 0
+        return by_decode or self.failures > 0 or bool(self.output_token_ids)
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens that some prefix cache spared this request in its first attempt."""
         cached = max(self.decode_cached_tokens or 0, self.prefill_cached_tokens or 0)

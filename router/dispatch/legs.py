@@ -158,7 +158,7 @@ class Legs:
         )
 
     def _priority(self, generation: Generation) -> int:
-        return generation.priority - (RETRY_PRIORITY_BOOST if generation.attempt else 0)
+        return generation.priority - (RETRY_PRIORITY_BOOST if generation.recomputes else 0)
 
     def _note_choice(self, generation: Generation, leg: str, worker_id: str, reason: str) -> None:
         self._metrics.disagg_decisions.labels(leg, reason).inc()

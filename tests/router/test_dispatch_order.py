@@ -86,6 +86,16 @@ async def test_full_decode_worker_is_passed_over(deploy):
     assert content_of(await deployment.chat()) == TEXT
 
 
+async def test_who_is_passed_on_by_a_full_worker_is_no_more_urgent_at_the_next(deploy):
+    workers = workers_saying(decode=2)
+    workers.workers["d0"].refuse = [refusal()]
+    deployment = await deploy(workers)
+    assert content_of(await deployment.chat(priority=3)) == TEXT
+    asked = sent(workers, "d0", GenerateRequest) + sent(workers, "d1", GenerateRequest)
+    assert [message.priority for message in asked] == [3, 3]
+    assert [message.priority for message in sent(workers, "p0", PrefillRequest)] == [3]
+
+
 async def test_full_prefill_worker_is_asked_again(deploy):
     workers = workers_saying()
     workers.workers["p0"].refuse = [refusal(), refusal()]
