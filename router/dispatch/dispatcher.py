@@ -208,7 +208,8 @@ class Dispatcher:
             # Its last report is older than this: every request would come back before the next one.
             self.fleet.unpair(worker_id, generation.decode_worker_id)
         log.warning("prefill_failed", worker=worker_id, stage=message.stage, reason=message.reason)
-        self._placer.retry(generation, Role.PREFILL, message.stage)
+        if not generation.has_its_kv:
+            self._placer.retry(generation, Role.PREFILL, message.stage)
 
     def _on_refused(self, worker_id: str, message: RequestRefused) -> None:
         generation = self._generations.get(message.request_id)

@@ -184,6 +184,11 @@ class Generation:
         return by_decode or self.failures > 0 or bool(self.output_token_ids)
 
     @property
+    def has_its_kv(self) -> bool:
+        """Whether decode goes on without the prefill leg, of which at most a report is outstanding."""
+        return self.state is GenerationState.DECODING
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens that some prefix cache spared this request in its first attempt."""
         cached = max(self.decode_cached_tokens or 0, self.prefill_cached_tokens or 0)

@@ -94,6 +94,8 @@ class Placer:
                 continue
             if generation.closing is not None:
                 self._generations.end(generation, generation.closing)
+            elif worker_id == generation.prefill_worker_id and generation.has_its_kv:
+                generation.prefill_worker_id = None
             elif worker_id in (generation.decode_worker_id, generation.prefill_worker_id):
                 self.retry(generation, role, reason)
 

@@ -187,6 +187,12 @@ class ScriptedGateway:
             worker.progress[request_id] = max(worker.progress[request_id], position + len(token_ids))
         self._batch(worker, TokenOutput(request_id, attempt, position, token_ids))
 
+    def kv_arrives(self, request: PrefillRequest) -> None:
+        """All KV of a request is where it was to go, whatever its prefill worker has said so far."""
+        decode = self.workers[request.ticket.decode_worker_id]
+        if decode.address.epoch == request.ticket.decode_epoch:
+            self._start_decoding(decode, request.request_id, request.attempt)
+
     def preempt(self, worker_id: str, request_id: str) -> None:
         """Decode gives up a request's pages, or its KV never came; it reserves them anew."""
         worker = self.workers[worker_id]
@@ -302,9 +308,7 @@ class ScriptedGateway:
                 request.request_id, request.attempt, self.cached_tokens, 0.001, 0.002, 0.003, 4096
             ),
         )
-        decode = self.workers[request.ticket.decode_worker_id]
-        if decode.address.epoch == request.ticket.decode_epoch:
-            self._start_decoding(decode, request.request_id, request.attempt)
+        self.kv_arrives(request)
 
     def _start_decoding(self, worker: ScriptedWorker, request_id: str, attempt: int) -> None:
         task = asyncio.get_running_loop().create_task(self._decode(worker, request_id, attempt))

@@ -25,7 +25,7 @@ def one_fault(rng: random.Random, gateway: ScriptedGateway) -> None:
     worker = gateway.workers[name]
     decode = name.startswith("d")
     request_id = rng.choice(sorted(worker.requests)) if worker.requests else None
-    match rng.randrange(9):
+    match rng.randrange(10):
         case 0 if worker.up:
             gateway.kill(name)
         case 0 | 1 if not worker.up:
@@ -45,6 +45,8 @@ def one_fault(rng: random.Random, gateway: ScriptedGateway) -> None:
             worker.hold = not worker.hold
             if not worker.hold:
                 gateway.go_on(name)
+        case 8 if worker.held and not decode:  # decode has its KV before prefill has said anything
+            gateway.kv_arrives(rng.choice(worker.held))
         case _:
             gateway.report()
 

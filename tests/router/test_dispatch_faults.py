@@ -135,6 +135,27 @@ async def test_dead_prefill_worker(deploy, until):
     assert sent(workers, other, PrefillRequest)[0].attempt == ATTEMPT_STRIDE
 
 
+@pytest.mark.parametrize("end", ["dies", "fails"])
+async def test_an_answer_that_has_begun_outlives_its_prefill(deploy, until, end):
+    workers = workers_saying()
+    workers.step_s = 0.002
+    workers.workers["p0"].hold = True
+    deployment = await deploy(workers, max_attempts=1)
+    answer = asyncio.create_task(deployment.chat())
+    await until(lambda: workers.workers["p0"].held)
+    request = workers.workers["p0"].held[0]
+    workers.kv_arrives(request)
+    await until(lambda: workers.workers["d0"].batches > 5)
+    if end == "dies":
+        workers.kill("p0")
+    else:
+        workers.say("p0", PrefillFailed(request.request_id, request.attempt, "transfer", "late"))
+    assert content_of(await answer) == TEXT
+    assert len(sent(workers, "d0", GenerateRequest)) == 1
+    assert not sent(workers, "d0", AbortRequest)
+    assert await deployment.metric("retries_total") == 0
+
+
 async def test_prefill_that_fails_after_its_worker_was_left_is_not_believed(deploy, until):
     workers = workers_saying()
     workers.workers["p0"].hold = True
