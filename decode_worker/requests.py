@@ -35,7 +35,7 @@ class DecodeRequest:
     successor: GenerateRequest | None = None
     """The router asked again with a later attempt while this one was still ending."""
     shares_prompt: bool = False
-    """The pages of its prompt are here already: the engine computes what little is missing."""
+    """The pages of its prompt were here: as long as they are, the engine computes what little is missing."""
     taken: bool = False
     """This worker has taken it, or an earlier attempt of it."""
     silent: bool = False
@@ -67,7 +67,8 @@ class DecodeRequest:
         """What the engine is to do from here; it computes prompts of at most so many tokens itself."""
         message = self.message
         tokens = len(message.prompt_token_ids) + len(self.emitted)
-        is_local = self.shares_prompt or tokens <= local_prefill_limit
+        is_short = tokens <= local_prefill_limit
+        is_local = self.shares_prompt or is_short
         kind = RequestKind.COLOCATED if is_local else RequestKind.REMOTE_KV
         return EngineRequest(
             message.request_id,
@@ -80,5 +81,6 @@ class DecodeRequest:
             self.deadline_s(),
             message.cache_salt,
             message.grammar,
+            shares_prompt=self.shares_prompt and not is_short,
             accepted=self.taken or bool(self.emitted),
         )

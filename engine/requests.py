@@ -41,5 +41,8 @@ class EngineRequest:
     """Prefix pages are shared only between requests of the same salt."""
     grammar: GrammarSpec | None = None
     """What the output must look like; only of requests that sample."""
+    shares_prompt: bool = False
+    """Of a COLOCATED one: whole pages of its tokens are expected in the prefix cache. Where they are gone by
+    the time that there is room for it, it is REMOTE_KV."""
     accepted: bool = False
     """A worker has taken it before: it goes on, however many newer ones fill the queue meanwhile."""

@@ -288,6 +288,8 @@ class Scheduler:
         if sequence is None:
             return False
         hit = self._pages.find_hit(sequence)
+        if sequence.request.shares_prompt:
+            self._choose_kind(sequence, hit)
         if sequence.kind is RequestKind.REMOTE_KV:
             admitted = self._admit_remote(plan, sequence, hit)
         else:
@@ -297,6 +299,12 @@ class Scheduler:
             self.prefix_hit_tokens += hit.tokens
             plan.admitted.append(sequence)
         return admitted
+
+    def _choose_kind(self, sequence: Sequence, hit: PrefixHit) -> None:
+        """Leave to a peer what a prompt lacks of whole pages that it was to share."""
+        is_there = sequence.kv_target - hit.tokens < self._page_size
+        sequence.kind = RequestKind.COLOCATED if is_there else RequestKind.REMOTE_KV
+        self._queued_prefill_tokens = None
 
     def _admit_remote(self, plan: StepPlan, sequence: Sequence, hit: PrefixHit) -> bool:
         complete = hit.tokens == sequence.kv_target

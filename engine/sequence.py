@@ -133,6 +133,8 @@ class Sequence:
     ) -> None:
         """``token_ids`` are those of the request, where somebody has made an array of them already."""
         self.request = request
+        self.kind = request.kind
+        """Which part of the life this engine runs."""
         self.grammar = grammar
         self.arrival = arrival
         """Rank of submission: smaller came first. Kept over preemptions."""
@@ -188,11 +190,6 @@ class Sequence:
                 f"request {self.request.request_id} attempt {self.attempt}: {self.status} -> {status}"
             )
         self.status = status
-
-    @property
-    def kind(self) -> RequestKind:
-        """Which part of the life this engine runs."""
-        return self.request.kind
 
     @property
     def may_sample(self) -> bool:

@@ -54,6 +54,24 @@ def test_a_fork_of_one_that_speaks_already(started: Start) -> None:
     pair.wait_idle()
 
 
+def test_a_fork_whose_pages_are_gone_is_prefilled_as_any_other(started: Start) -> None:
+    small = {"full_pages": 16, "max_batch_size": 1}
+    pair, router = started(InProcessNetwork().transport, decode_settings=small)
+    prompt = router.random_prompt(150)
+    gate = Gate(pair.models[1])
+    first = router.generate(prompt)
+    other = router.generate(router.random_prompt(200))  # is served next, with the pages of the first
+    fork = router.generate(prompt, fork_of=first)
+    wait_until(lambda: pair.decode.status().requests == 3, what="all three")
+    gate.opened.set()
+    router.wait(first, other, fork)
+    assert pair.decode._engine.snapshot().computed_prompt_tokens == 0
+    router.wait_prefilled(first, other, fork)
+    assert router.requests[fork].tokens == router.requests[fork].expected()
+    pair.wait_idle()
+    assert pair.decode.status().counters["prompts_shared"] == 1
+
+
 def test_forks_go_on_without_the_first(started: Start) -> None:
     pair, router = started(InProcessNetwork().transport)
     prompt = router.random_prompt(120)
