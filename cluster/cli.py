@@ -51,6 +51,11 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output left, as in `antiphon ... | head`
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:
+        if error.filename is None:  # not about a file that somebody named
+            raise
+        print(f"antiphon: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
 
 
 @app.command()

@@ -16,6 +16,7 @@ from antiphon.benchmarks.plan.check import SCENARIOS, Checked, check, grown, war
 from antiphon.benchmarks.plan.cost_model import LARGER, SMALLER, CostModel, build
 from antiphon.benchmarks.plan.fit import Errors
 from antiphon.benchmarks.plan.planner import Plan, Targets, plans
+from antiphon.benchmarks.serve.outputs import check_writable
 
 SHOWN = 8
 LOG_WIDTH = 130
@@ -36,7 +37,9 @@ def run_command(
         NoPlan: no layout meets the targets.
         ConfigError: no such model.
         RecordError: a file of results cannot be read.
+        OutputUnusable: ``output`` could not be written; nothing is computed.
     """
+    check_writable(output)
     model = build(model_name, records.load_results(results))
     found = plans(model, targets)
     # Without a terminal a table is as wide as it needs to be for a log.

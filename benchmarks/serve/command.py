@@ -18,6 +18,7 @@ from antiphon.benchmarks.serve.client import Kind, Target, prepare
 from antiphon.benchmarks.serve.html import render_html
 from antiphon.benchmarks.serve.lengths import parse_lengths
 from antiphon.benchmarks.serve.observation import Observation
+from antiphon.benchmarks.serve.outputs import check_writable
 from antiphon.benchmarks.serve.report import Document, report
 from antiphon.benchmarks.serve.runner import Limits, Run, run_closed_loop, run_open_loop
 from antiphon.benchmarks.serve.server_metrics import read_stages
@@ -202,8 +203,10 @@ def run_command(options: Options) -> None:
 
     Raises:
         WorkloadError, ServerUnusable: as of ``measure``.
+        OutputUnusable: a file could not be written; nothing is sent.
         LoadFailed: no measured request was answered; the files are written first.
     """
+    check_writable(options.output, options.html)
     console = Console(stderr=True)
     columns = (
         TextColumn("load"),

@@ -227,6 +227,16 @@ async def test_the_command_writes_its_reports_or_says_why_not(script: Script, tm
     assert err.startswith("antiphon: none of 5 measured requests was answered: HTTP 429: no room (5)")
 
 
+@pytest.mark.parametrize("option", ["--output", "--html"])
+async def test_a_report_that_could_not_be_written_stops_the_load(
+    script: Script, tmp_path: Path, option: str
+) -> None:
+    server = await script(first_s=0.0, gap_s=0.0)
+    code, _, err = await cli("--url", server.url, "--requests", "3", option, str(tmp_path))
+    assert (code, err) == (1, f"antiphon: {tmp_path}: is a folder, not a file to write\n")
+    assert server.bodies == []
+
+
 async def test_a_trace_is_sent_as_it_was(script: Script, tmp_path: Path) -> None:
     server = await script(first_s=0.0, gap_s=0.0)
     trace = tmp_path / "trace.jsonl"
