@@ -18,6 +18,8 @@ from antiphon.benchmarks.records import Layout
 from antiphon.protocol.errors import AntiphonError
 
 BATCH_LIMIT = 1024
+HIGHEST_RATE = 1e6
+"""Requests per second; the search for numbers of workers takes longer the more there are."""
 HANDOVER_S = 0.002
 """Assumed: reservation, announcement and completion of a transfer."""
 LAYER_GROUPS = 2
@@ -50,9 +52,20 @@ class Targets:
     """Utilisation of the prefill pool that is never exceeded, however large it is."""
 
     def __post_init__(self) -> None:
-        values = (self.ttft_s, self.itl_s, self.requests_per_s, self.link_bytes_per_s, self.gpu_hour_price)
-        if not all(value > 0 and math.isfinite(value) for value in values):
-            raise NoPlan("targets, rate, link and price must be positive")
+        values = {
+            "ttft": self.ttft_s,
+            "itl": self.itl_s,
+            "rps": self.requests_per_s,
+            "link": self.link_bytes_per_s / 1e9,
+            "price": self.gpu_hour_price,
+        }
+        for name, value in values.items():
+            if not (value > 0 and math.isfinite(value)):
+                raise NoPlan(f"{name} {value:g}: must be a positive number")
+        if self.requests_per_s > HIGHEST_RATE:
+            raise NoPlan(
+                f"rps {self.requests_per_s:g}: at most {HIGHEST_RATE:g} requests per second are planned"
+            )
         if self.input_tokens < 1 or self.output_tokens < 1 or not 0.5 <= self.quantile < 1:
             raise NoPlan("lengths are at least 1 token, the quantile lies in [0.5, 1)")
         if not 0 <= self.length_sigma <= 2 or not 0 < self.busiest < 1:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 
+SMALLEST_TERM = 1e-17
+"""Of a sum; a smaller falling term changes no digit of it."""
+
 
 def erlang_c(servers: int, load: float) -> float:
     """Probability that an arrival waits in M/M/c with ``load`` erlangs; 1 when it does not keep up."""
     if load >= servers:
         return 1.0
-    blocked = 1.0  # Erlang B by its recursion, which stays within [0, 1]
-    for count in range(1, servers + 1):
-        blocked = load * blocked / (count + load * blocked)
+    # Erlang B as one over the sum of c! / (c - k)! / load^k: its terms rise while c - k is above the load and
+    # then fall off within a few square roots of it, so that thousands of servers take hundreds of terms.
+    term = total = 1.0
+    for free in range(servers, 0, -1):
+        term *= free / load
+        total += term
+        if term < total * SMALLEST_TERM or total == math.inf:
+            break
+    blocked = 1 / total
     return blocked / (1 - load / servers * (1 - blocked))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from functools import cache
+from statistics import NormalDist
 
 import pytest
 from hypothesis import given, settings
@@ -185,6 +186,11 @@ def test_erlang_and_the_square_root_rule() -> None:
     assert erlang_c(1, 0.5) == pytest.approx(0.5)  # M/M/1 waits with probability rho
     assert erlang_c(2, 1.0) == pytest.approx(1 / 3)
     assert erlang_c(3, 3.0) == 1.0
+    # Square-root staffing of a huge pool: Halfin and Whitt's limit, which a sum over every server never ends.
+    normal = NormalDist()
+    limit = 1 / (1 + normal.cdf(1) / normal.pdf(1))
+    assert erlang_c(10**10 + 10**5, 1e10) == pytest.approx(limit, rel=1e-4)
+    assert erlang_c(10**6, 1e3) == 0.0
     assert wait_quantile_s(1, 0.5, 1.0, 1.0, 0.9) == pytest.approx(math.log(5) / 0.5)
     assert wait_quantile_s(1, 2.0, 1.0, 1.0, 0.9) == math.inf
     assert fewest_servers(10, 0.1, 1.0, 10.0, 0.95) == 2

@@ -54,7 +54,12 @@ def test_growth_ends_with_a_plan_that_holds() -> None:
     [
         (["--itl", "100us"], "antiphon: itl 0.1 ms: the quickest layout takes"),
         (["--itl", "8"], "antiphon: itl '8': expected a positive time with its unit"),
-        (["--rps", "0"], "antiphon: targets, rate, link and price must be positive"),
+        (["--rps", "0"], "antiphon: rps 0: must be a positive number"),
+        (["--link", "nan"], "antiphon: link nan: must be a positive number"),
+        (["--price", "-2"], "antiphon: price -2: must be a positive number"),
+        (["--rps", "1e9"], "antiphon: rps 1e+09: at most 1e+06 requests per second are planned"),
+        (["--output", "/proc"], "antiphon: /proc: is a folder, not a file to write"),
+        (["--output", "/proc/version/plan.json"], "antiphon: /proc/version: File exists"),
         (["--model", "gpt-2"], "antiphon: 'gpt-2' is not a known model shape"),
         (["--quantile", "2"], "antiphon: lengths are at least 1 token"),
         (["--results", "/nowhere"], "antiphon: /nowhere: no such folder of results"),
@@ -65,4 +70,12 @@ def test_what_cannot_be_planned_is_one_line_and_a_status(arguments: list[str], m
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_is_one_line_and_a_status() -> None:
+    command = [sys.executable, "-m", "antiphon.cluster.cli", "bench", "report", "--docs", "/proc/version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("antiphon: /proc/version")
     assert done.stderr.count("\n") == 1
