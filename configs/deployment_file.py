@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from pathlib import Path
 
 import pydantic
@@ -12,6 +13,19 @@ from antiphon.configs.schema import DeploymentConfig
 from antiphon.protocol.errors import ConfigError
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML's loaders silently drop the first value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} twice", key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def load_deployment(path: Path, overrides: dict[str, object] | None = None) -> DeploymentConfig:
     """Read a deployment file; ``overrides`` maps dotted keys (``router.port``) to values.
 
@@ -19,9 +33,11 @@ def load_deployment(path: Path, overrides: dict[str, object] | None = None) -> D
         ConfigError: no such file, not YAML, an unknown key or a bad value; names file, key and value.
     """
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)  # a SafeLoader
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):

@@ -128,3 +128,20 @@ def test_chunks_are_captured_on_gpus_unless_told_otherwise(tmp_path: Path) -> No
     assert sizes(f"{standard}, chunk_tokens: 256") == (64, 128, 192, 256)
     assert sizes(f"{standard}, chunk_tokens: 8192")[-3:] == (1792, 2048, 8192)
     assert sizes(f"{standard}, chunk_tokens: 16384")[-1] == 2048
+
+
+@pytest.mark.parametrize(
+    "text", ["model: {path: a}\nmodel: {path: b}\n", "model: {path: a}\nrouter: {port: 1, port: 2}\n"]
+)
+def test_a_key_given_twice_is_refused_with_its_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"twice\.yaml.*(model|port) twice.*line 2"):
+        load_deployment(file)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "latin.yaml"
+    file.write_bytes(b"model: {path: \xe9}\n")
+    with pytest.raises(ConfigError, match=r"latin\.yaml: not UTF-8 at byte 14"):
+        load_deployment(file)
