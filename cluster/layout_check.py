@@ -43,16 +43,20 @@ def layout_of(worker: WorkerConfig, rank: int = 0) -> ParallelLayout:
 
 
 def check_layouts(config: DeploymentConfig, model: GptOssConfig) -> None:
-    """Whether the model can be spread as each pool asks.
+    """Whether the model can be spread as each pool asks, and handed over in so many groups of layers.
 
     Raises:
-        ConfigError: it cannot; names the pool, the number of ranks and what they do not divide.
+        ConfigError: it cannot; names the pool, the number of ranks and what they do not divide, or how many
+            groups there may be.
     """
     for role, worker in pools(config):
         try:
             layout_of(worker).check(model)
         except ConfigError as error:
             raise ConfigError(f"{role}.tensor_parallel: {worker.tensor_parallel}: {error}") from error
+    fewest = min(len(model.full_layers), len(model.sliding_layers))
+    if config.transfer.layer_groups > fewest:
+        raise ConfigError(f"transfer.layer_groups {config.transfer.layer_groups} is not within 1 .. {fewest}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ import pydantic
 
 
 class Section(pydantic.BaseModel):
-    """Base of all sections: frozen, unknown keys refused, docstrings under fields become descriptions."""
+    """Base of all sections: frozen; unknown keys, NaN and infinity refused; docstrings are descriptions."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )

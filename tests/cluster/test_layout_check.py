@@ -199,9 +199,12 @@ def test_fp8_pages_are_counted_as_the_cache_makes_them(ranks: int) -> None:
     [
         ({"decode": {"tensor_parallel": 3}}, r"decode\.tensor_parallel: 3: .* num_attention_heads 64"),
         ({"prefill": {"tensor_parallel": 16}}, r"prefill\.tensor_parallel: 16: .* num_key_value_heads 8"),
+        ({"transfer": {"layer_groups": 13}}, r"transfer\.layer_groups 13 is not within 1 \.\. 12"),
     ],
 )
-def test_ranks_that_do_not_divide_are_named_with_both_values(sections: dict[str, Any], says: str) -> None:
+def test_layouts_that_do_not_fit_the_model_are_named_with_both_values(
+    sections: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         rank_needs(config(**sections), PRESETS["gpt-oss-20b"])
 

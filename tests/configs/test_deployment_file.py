@@ -64,6 +64,10 @@ def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
         (MODEL + "decode: {local_prefill: always}\n", "prefill.replicas 1 with decode.local_prefill always"),
         (MODEL + "decode: {replicas: 0}\n", "at least one decode worker"),
         (MODEL + "prefill: {local_prefill: short}\n", "only decode workers have a choice"),
+        (
+            MODEL + "router: {drain_timeout_s: .inf}\n",
+            "router.drain_timeout_s: Input should be a finite number",
+        ),
         ("- a list\n", "expected a mapping"),
         ("model: {path: [\n", "not valid YAML"),
     ],
