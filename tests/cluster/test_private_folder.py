@@ -23,7 +23,7 @@ for _ in range(children):
         os.setsid()
         break
     time.sleep(0.01)
-print("began", flush=True)
+os.write(1, b"began\\n")  # in one piece: print may write the end of the line by itself
 while True:
     os.makedirs(os.path.join(folder, "session", "logs"), exist_ok=True)
     time.sleep(0.001)
@@ -44,13 +44,19 @@ def writer(folder: Path) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, private_folder.MARK: str(folder)}
     command = [sys.executable, "-c", WRITER, hidden, "3"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert [process.stdout.readline() for _ in range(4)] == ["began\n"] * 4
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        yield process
-        for each in family:
+        parent = psutil.Process(process.pid)
+        family = {parent}
+        try:
+            assert process.stdout is not None
+            assert [process.stdout.readline() for _ in range(4)] == ["began\n"] * 4
+            family.update(parent.children(recursive=True))
+            yield process
+        finally:
             with suppress(psutil.NoSuchProcess):
-                each.kill()
+                family.update(parent.children(recursive=True))
+            for each in family:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
 
 
 def test_everything_that_has_the_mark_ends_and_the_folder_goes(
