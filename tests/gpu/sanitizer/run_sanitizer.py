@@ -1,7 +1,8 @@
 """Every kernel under compute-sanitizer's memcheck and racecheck: one line a case and tool, exit status.
 
-Run: ``make sanitize-gpu``, or this file (``--tools``, ``--cases`` with commas between several),
-where the libraries were built. ``--dry-run`` needs no GPU: Triton kernels run in its interpreter, and of CUDA
+Run: ``make sanitize-gpu``, or this file (``--tools``, ``--cases`` with commas between several, ``--jobs``),
+where the libraries were built. Each case has a process of its own, because a tool that has reported its fill
+calls everything clean. ``--dry-run`` needs no GPU: Triton kernels run in its interpreter, and of CUDA
 kernels the arguments are checked against what their launchers take.
 
 Racecheck watches libraries of its own, and is itself checked first (``racecheck_builds.py``); nvcc makes them
@@ -29,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -52,6 +54,7 @@ _BEGIN, _END, _FAILED = "case begins:", "case ended:", "case failed:"
 _HEADING = re.compile(r"^========= (?! )(?!COMPUTE-SANITIZER)(?!ERROR SUMMARY)(?!RACECHECK SUMMARY)(.+)")
 OLDEST = (2026, 4)
 """Version of the tool whose racecheck is known to understand named barriers; 2025.3 does not."""
+_LONG = "moe_streamed"
 _UNUSABLE = ("Device not supported", "Unable to find injection library", "No attachable process")
 
 
@@ -80,31 +83,26 @@ class Verdict:
         return f"{text}  {self.errors[0]}" if self.errors else text
 
 
-def read_verdicts(lines: Sequence[str], names: Sequence[str]) -> list[Verdict]:
-    """Of the cases that were to run, from the merged output of them and the tool."""
-    verdicts = {name: Verdict(name) for name in names}
-    current: Verdict | None = None
+def read_verdict(lines: Sequence[str], name: str) -> Verdict:
+    """Of the one case that was to run, from the merged output of it and the tool."""
+    verdict = Verdict(name)
+    begun = False
     for line in lines:
         marker, _, rest = line.partition(": ")
         if f"{marker}:" == _BEGIN:
-            current = verdicts[rest.strip()]
-        elif current is not None and f"{marker}:" == _END:
-            name, seconds = rest.split()
-            verdicts[name].ended, verdicts[name].seconds = True, float(seconds)
-        elif current is not None and f"{marker}:" == _FAILED:
-            current.errors.append(rest.strip())
-        elif current is not None and (found := _HEADING.match(line)):
+            begun = True
+        elif begun and f"{marker}:" == _END:
+            verdict.ended, verdict.seconds = True, float(rest.split()[1])
+        elif begun and f"{marker}:" == _FAILED:
+            verdict.errors.append(rest.strip())
+        elif begun and (found := _HEADING.match(line)):
             heading = found.group(1).strip()
-            (current.warnings if heading.startswith("Warning") else current.errors).append(heading)
-    return list(verdicts.values())
+            (verdict.warnings if heading.startswith("Warning") else verdict.errors).append(heading)
+    return verdict
 
 
-def check_under(tool: str, names: Sequence[str]) -> int:
-    """Run the cases under one tool and print a line each; returns the exit status.
-
-    What comes behind a case that was found bad runs in a process of its own: a tool that has reported much
-    may report no more.
-    """
+def check_under(tool: str, names: Sequence[str], jobs: int = 1) -> int:
+    """Run the cases under one tool, so many at a time, and print a line each; returns the exit status."""
     executable = _executable()
     if executable is None:
         print("there is no compute-sanitizer: requirements/sanitizer.txt names its package", file=sys.stderr)
@@ -112,21 +110,21 @@ def check_under(tool: str, names: Sequence[str]) -> int:
     if tool == "racecheck" and (complaint := _complaint_of_racecheck(executable)):
         print(complaint, file=sys.stderr)
         return UNUSABLE
-    begin, good, left = time.perf_counter(), True, list(names)
-    while left:
-        status, lines = _run(_command(executable, tool, left))
-        if _is_unusable(lines):
-            print("".join(lines[-20:]), file=sys.stderr)
-            return UNUSABLE
-        verdicts = read_verdicts(lines, left)
-        bad = next((place for place, verdict in enumerate(verdicts) if verdict.word != "ok"), None)
-        done = len(left) if bad is None else bad + 1
-        for verdict in verdicts[:done]:
+    begin, good = time.perf_counter(), True
+    with ThreadPoolExecutor(jobs) as pool:
+        longest_first = sorted(names, key=lambda name: not name.startswith(_LONG))
+        running = {pool.submit(_run, _command(executable, tool, name)): name for name in longest_first}
+        for done in as_completed(running):
+            status, lines = done.result()
+            if _is_unusable(lines):
+                pool.shutdown(wait=False, cancel_futures=True)
+                print("".join(lines[-20:]), file=sys.stderr)
+                return UNUSABLE
+            verdict = read_verdict(lines, running[done])
             print(verdict.line(tool), flush=True)
-        if bad is not None or status != 0:
-            good = False
-            print(f"exit status {status}\n", *lines, sep="", flush=True)
-        left = left[done:]
+            if verdict.word != "ok" or status != 0:
+                good = False
+                print(f"exit status {status}\n", *lines, sep="", flush=True)
     print(
         f"{tool}: {len(names)} cases in {time.perf_counter() - begin:.0f} s, {'clean' if good else 'FAILED'}"
     )
@@ -143,11 +141,11 @@ def _executable() -> str | None:
     return shutil.which("compute-sanitizer", path=os.pathsep.join([*folders, os.environ["PATH"], *toolkit]))
 
 
-def _command(executable: str, tool: str, names: Sequence[str]) -> list[str]:
+def _command(executable: str, tool: str, name: str) -> list[str]:
     return [
         *(executable, "--tool", tool, *TOOLS[tool], "--target-processes", "application-only"),
         *("--destroy-on-device-error", "kernel", "--print-limit", "20"),
-        *(sys.executable, __file__, "--inside", "--tools", tool, "--cases", ",".join(names)),
+        *(sys.executable, __file__, "--inside", "--tools", tool, "--cases", name),
     ]
 
 
@@ -167,8 +165,8 @@ def _complaint_of_racecheck(executable: str) -> str:
     if missing := build():
         return missing
     for name, expected in zip(CANARIES, ("ok", "FAILED"), strict=True):
-        _, lines = _run(_command(executable, "racecheck", [name]))
-        (verdict,) = read_verdicts(lines, [name])
+        _, lines = _run(_command(executable, "racecheck", name))
+        verdict = read_verdict(lines, name)
         if _is_unusable(lines) or verdict.word != expected:
             return f"racecheck: {name}: {verdict.word}, where {expected} is true\n{''.join(lines[-20:])}"
     return ""
@@ -290,6 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", default=DEFAULT_TOOLS, help=f"which of {', '.join(TOOLS)}")
     parser.add_argument("--cases", help="names, with commas between them; all when absent")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="cases at a time")
     parser.add_argument("--dry-run", action="store_true", help="without a GPU")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -306,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such case or tool: {', '.join(sorted(unknown))}")
     if options.dry_run:
         return dry_run(names)
-    return max(check_under(tool, names) for tool in tools)
+    return max(check_under(tool, names, options.jobs) for tool in tools)
 
 
 if __name__ == "__main__":
