@@ -13,13 +13,14 @@ from torch import Tensor
 
 from antiphon.benchmarks.floors import expected_experts
 from antiphon.kernels import reference
-from antiphon.model import cuda_experts
+from antiphon.model import chunk_router, cuda_experts
 from antiphon.model.config import GptOssConfig
 from antiphon.model.parallel import cuda_experts as rank_experts
 
 _ROUTERS: tuple[tuple[ModuleType, str, Callable[[Any], Tensor]], ...] = (
     (reference, "route", lambda routing: routing[0]),
-    *((module, "route", lambda routing: routing[0]) for module in (cuda_experts, rank_experts)),
+    *((module, "route", lambda routing: routing[0]) for module in (cuda_experts, rank_experts, chunk_router)),
+    (chunk_router, "route_ranked", lambda routing: routing[0]),
     *(
         (module, "route_grouped", lambda routing: routing.expert_ids)
         for module in (cuda_experts, rank_experts)
@@ -30,13 +31,17 @@ _ROUTERS: tuple[tuple[ModuleType, str, Callable[[Any], Tensor]], ...] = (
 
 @contextmanager
 def recorded_routing() -> Iterator[list[Tensor]]:
-    """Collects the experts, [T, K] int64, of every layer that runs eagerly meanwhile, whatever its road."""
+    """Collects the experts, [T, K] int64, of every layer that runs eagerly meanwhile, whatever its road.
+
+    Padding is left out.
+    """
     seen: list[Tensor] = []
 
     def recorded(route: Callable[..., Any], ids_of: Callable[[Any], Tensor]) -> Callable[..., Any]:
         def call(*arguments: Any, **more: Any) -> Any:
             routing = route(*arguments, **more)
-            seen.append(ids_of(routing).clone())
+            ids = ids_of(routing)
+            seen.append(ids[ids[:, 0] >= 0])
             return routing
 
         return call

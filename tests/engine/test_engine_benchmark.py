@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from antiphon.benchmarks.floors import (
 from antiphon.engine.loop import EngineLoop
 from antiphon.engine.requests import EngineRequest, RequestKind
 from antiphon.kernels import reference
+from antiphon.model import chunk_router
 from antiphon.model.config import GptOssConfig, preset
 
 
@@ -66,6 +68,19 @@ def test_the_spread_of_experts_is_seen() -> None:
         reference.route(torch.randn(3, 8), torch.randn(5, 8), torch.zeros(5), 2)
     assert [ids.shape for ids in seen] == [(3, 2)]
     assert reference.route is before
+
+
+def test_what_a_chunk_routes_is_seen_without_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in e4m3 would otherwise seem to touch no expert."""
+    ids = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7], [-1, -1, -1, -1]])
+    for name in ("route", "route_ranked"):
+        monkeypatch.setattr(chunk_router, name, lambda *_, **__: (ids, torch.ones(3, 4)))
+    weights, buffers = (torch.empty(8, 8), torch.empty(8)), mock.MagicMock()
+    router = chunk_router.ChunkRouter(8, torch.device("cpu"))
+    with recorded_routing() as seen:
+        for tokens in (1024, 1025):
+            router(torch.empty(tokens, 8), weights, buffers, 32, torch.empty(1))
+    assert [each.tolist() for each in seen] == [ids[:2].tolist()] * 2
 
 
 @pytest.fixture
