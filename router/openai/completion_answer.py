@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,18 @@ class CompletionLogprobs:
     token_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[str, float]] = field(default_factory=list)
     text_offset: list[int] = field(default_factory=list)
+
+    def take_first(self, count: int) -> CompletionLogprobs:
+        """The entries of the first ``count`` tokens, which are here no longer."""
+        taken = CompletionLogprobs(
+            self.tokens[:count],
+            self.token_logprobs[:count],
+            self.top_logprobs[:count],
+            self.text_offset[:count],
+        )
+        del self.tokens[:count], self.token_logprobs[:count], self.top_logprobs[:count]
+        del self.text_offset[:count]
+        return taken
 
     def document(self) -> dict[str, object]:
         """The JSON object."""
@@ -60,6 +73,7 @@ class CompletionAnswer:
         self._skip_markers = skip_markers
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoded_chars = text_offset
+        self._shown_chars = text_offset
         self._pending = CompletionLogprobs()
         self.token_count = 0
 
@@ -114,10 +128,12 @@ class CompletionAnswer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def _piece(self, text: str, *, whole: bool = False) -> TextPiece:
-        """Log-probabilities wait for the text of their tokens; after a stop text the rest are its own."""
-        if self.has_stopped():
-            self._pending = CompletionLogprobs()
-        elif text or whole:
-            pending, self._pending = self._pending, CompletionLogprobs()
-            return TextPiece(text, pending)
-        return TextPiece(text, CompletionLogprobs())
+        """Log-probabilities wait until the text in which their tokens begin is shown.
+
+        Tokens of a stop text never get there, however many came at one time.
+        """
+        self._shown_chars += len(text)
+        pending = self._pending
+        all_shown = whole and not self.has_stopped()
+        begun = len(pending.tokens) if all_shown else bisect_left(pending.text_offset, self._shown_chars)
+        return TextPiece(text, pending.take_first(begun))

@@ -8,6 +8,7 @@ import pytest
 
 from antiphon.router.byte_format import CONTENT, REASONING, STOP
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+from antiphon.router.harmony.formatter import HarmonyFormatter
 
 
 def saying(text: str) -> ScriptedGateway:
@@ -91,6 +92,47 @@ async def test_logprobs(deploy):
     assert logprobs["token_logprobs"] == [-0.5] * 3
     assert logprobs["text_offset"] == [0, 1, 1]
     assert logprobs["top_logprobs"][0] == {"\x00": -1.0, "\x01": -2.0}
+
+
+TELLING = (
+    # text, stop text, what is shown, the tokens whose log-probabilities are told
+    ("a END b", "END", "a ", ["a", " "]),
+    ("aEENDb", "END", "aE", ["a", "E"]),
+    ("aé👍b", "👍", "aé", ["a", "bytes:\\xc3", "bytes:\\xa9"]),
+    ("aEN", "END", "aEN", ["a", "E", "N"]),
+    ("END", "END", "", []),
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens_per_step", [1, 2, 3, 100])
+@pytest.mark.parametrize(("text", "stop", "shown", "tokens"), TELLING)
+async def test_logprobs_are_those_of_the_text_before_a_stop_text(
+    deploy, text, stop, shown, tokens, tokens_per_step, stream
+):
+    """However many tokens come at one time: which those are is a matter of load."""
+    workers = saying(text)
+    workers.tokens_per_step = tokens_per_step
+    answer = await complete(await deploy(workers), stop=stop, logprobs=1, stream=stream)
+    if stream:
+        chunks = [json.loads(event[6:]) for event in answer.text.split("\n\n") if event.startswith("data: {")]
+    else:
+        chunks = [answer.json()]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["text"] for choice in choices) == shown
+    told = [choice["logprobs"] for choice in choices]
+    assert [token for one in told for token in one["tokens"]] == tokens
+    assert all(len(one["tokens"]) == len(values) for one in told for values in one.values())
+
+
+async def test_a_token_that_ends_in_a_stop_text_is_told_with_what_it_shows(deploy):
+    vocabulary = HarmonyFormatter()
+    workers = ScriptedGateway(lambda _: vocabulary.encode("Hello there, hello."))
+    for workers.tokens_per_step in (1, 100):
+        answer = await complete(await deploy(workers, formatter=vocabulary), stop="re", logprobs=0)
+        (choice,) = answer.json()["choices"]
+        assert choice["text"] == "Hello the"
+        assert choice["logprobs"]["tokens"] == ["Hello", " there"]
 
 
 async def test_markers_are_hidden_unless_asked_for(deploy):
