@@ -1,4 +1,4 @@
-"""The chart's README, made from the comments in its values: ``# --`` lines above a key say what it is."""
+"""The chart's README: comments in its values that begin with ``# --`` say what the key below them is."""
 
 from __future__ import annotations
 
@@ -61,6 +61,8 @@ def entries() -> Iterator[Entry]:
     for line in source.splitlines():
         if comment := re.match(r"\s*# -- (.*)", line):
             text = comment[1]
+        elif text and (more := re.match(r"\s*# (.*)", line)):
+            text += f" {more[1]}"
         elif key := re.match(r"( *)(\w+):", line):
             indent = len(key[1])
             while stack and stack[-1][0] >= indent:

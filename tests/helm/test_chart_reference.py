@@ -39,6 +39,16 @@ def test_every_value_is_on_it() -> None:
     assert missing == []
 
 
+def test_it_has_the_whole_of_every_comment() -> None:
+    page = (CHART / "README.md").read_text()
+    lines = (CHART / "values.yaml").read_text().splitlines()
+    comments = [line.strip().removeprefix("# ") for line in lines[2:] if line.strip().startswith("# ")]
+    assert len(comments) > 200
+    headings = {"Prefill and decode have the same keys."}
+    missing = [text for text in comments if text.removeprefix("-- ") not in page and text not in headings]
+    assert missing == []
+
+
 def test_every_example_is_on_it() -> None:
     page = (CHART / "README.md").read_text()
     for path in (CHART / "ci").glob("*-values.yaml"):

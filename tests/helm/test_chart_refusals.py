@@ -26,6 +26,7 @@ RULES: tuple[tuple[str, dict[str, object], str], ...] = (
     ("h200-two-nodes", {"decode.gpu.count": 2}, "leave it null or make it 1"),
     ("cpu-demo", {"prefill.gpu.count": 1}, "leave it null or make it 0"),
     ("h200-one-node", {"placement.pod.gpu.count": 4}, "need 8"),
+    ("h200-two-nodes", {"decode.config.gpu_share": 0.5}, "a worker in a pod of its own has a GPU to itself"),
     ("h200-one-node", {"placement.pods": 2}, "cannot be dealt out evenly"),
     ("cpu-demo", {"transfer.path": "cuda_ipc"}, "needs prefill.device and decode.device cuda"),
     ("h200-two-nodes", {"transfer.path": "cuda_ipc"}, "needs placement.mode samePod, or"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from document_schemas import validate
 from rendered_chart import CHART, EXAMPLES, Document, Release, Renderer, example
 
 from antiphon.cluster.process_plan import plan_processes
+from antiphon.cluster.ray_cluster import bundle_of
 from antiphon.configs.schema import DeploymentConfig
 
 VARIATIONS: tuple[dict[str, object], ...] = (
@@ -218,7 +220,35 @@ def test_shared_memory_is_memory(release: Release) -> None:
         assert volumes["shm"]["emptyDir"]["sizeLimit"]
 
 
+LAYOUTS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("h200-one-node", {"prefill.replicas": 1, "decode.replicas": 1, "prefill.tensorParallel": 4,
+                       "decode.tensorParallel": 4, "decode.expertParallel": True}),
+    ("h200-one-node", {"prefill.replicas": 4, "decode.replicas": 1, "decode.tensorParallel": 4}),
+    ("h200-two-nodes", {"prefill.tensorParallel": 2, "decode.tensorParallel": 8, "decode.cpuThreads": 3}),
+    ("cpu-demo", {"prefill.tensorParallel": 2, "decode.tensorParallel": 2, "decode.expertParallel": True}),
+    ("two-gpus", {"prefill.config.gpu_share": 0.4, "decode.config.gpu_share": 0.6}),
+    ("h200-one-node", {"prefill.replicas": 2, "decode.replicas": 2, "prefill.config.gpu_share": 0.5}),
+)  # fmt: skip
+"""Workers of several ranks and of shares of a GPU, which no example has."""
+
+
 def test_the_cluster_has_room_for_exactly_the_plan(release: Release) -> None:
+    check_room(release)
+
+
+@pytest.mark.parametrize(("name", "changes"), LAYOUTS)
+def test_every_rank_of_every_worker_has_room(name: str, changes: dict[str, object], render: Renderer) -> None:
+    check_room(render(f"{name}-values.yaml", changes))
+
+
+def test_a_share_that_no_other_fits_beside_takes_a_gpu(render: Renderer) -> None:
+    changes = {"prefill.replicas": 3, "decode.replicas": 2, "prefill.config.gpu_share": 0.6,
+               "decode.config.gpu_share": 0.4}  # fmt: skip
+    group = render("h200-one-node-values.yaml", changes).groups()["workers"]
+    assert group["rayStartParams"]["num-gpus"] == "3"  # 2.6 GPUs are reserved
+
+
+def check_room(release: Release) -> None:
     """Ray's nodes offer each role's resource as often as it is reserved, with the CPUs and GPUs to match."""
     config = DeploymentConfig.model_validate(yaml.safe_load(release.deployment_file()))
     assert config.ray.role_resources
@@ -232,12 +262,15 @@ def test_the_cluster_has_room_for_exactly_the_plan(release: Release) -> None:
         start = group["rayStartParams"]
         # KubeRay puts the value into a shell command, so it is quoted once more.
         per_pod = json.loads(json.loads(start["resources"]))
-        needs = {"num-cpus": 0, "num-gpus": 0}
+        needs = {"num-cpus": 0.0, "num-gpus": 0.0}
         for resource, count in per_pod.items():
             offered[resource] = offered.get(resource, 0) + count * group["replicas"]
             spec = next(s for s in plan if f"antiphon_{s.role}" == resource)
-            needs["num-cpus"] += spec.cpus * count
-            needs["num-gpus"] += spec.gpus * count
+            for rank in range(spec.ranks):
+                reserved = bundle_of(spec, rank, role_resources=True)
+                needs["num-cpus"] += reserved["CPU"] * count
+                needs["num-gpus"] += reserved.get("GPU", 0) * count
+        needs["num-gpus"] = math.ceil(needs["num-gpus"])
         assert {key: int(start[key]) for key in needs} == needs
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
         assert limits.get("nvidia.com/gpu", 0) == needs["num-gpus"]

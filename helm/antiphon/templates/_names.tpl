@@ -107,8 +107,8 @@ forgets the pods of a group that is taken out, and Ray's autoscaler stumbles ove
 {{- $_ := set $group "name" (ternary $group.component (printf "%s-%s" $group.component $revision.name) (eq $revision.name "")) -}}
 {{- $_ := set $group "revision" $revision.name -}}
 {{- $_ := set $group "tag" $revision.tag -}}
-{{- $_ := set $group "cpus" (add (mul $group.prefill $revision.prefill.cpuThreads) (mul $group.decode $revision.decode.cpuThreads)) -}}
-{{- $_ := set $group "gpus" (add (mul $group.prefill (include "antiphon.gpusPerWorker" $revision.prefill | int)) (mul $group.decode (include "antiphon.gpusPerWorker" $revision.decode | int))) -}}
+{{- $_ := set $group "cpus" (add (mul $group.prefill (include "antiphon.cpusPerWorker" $revision.prefill | int)) (mul $group.decode (include "antiphon.cpusPerWorker" $revision.decode | int))) -}}
+{{- $_ := set $group "gpus" (include "antiphon.gpusPerPod" (dict "prefill" $group.prefill "decode" $group.decode "pools" $revision) | int) -}}
 {{- $_ := set $group "router" 0 -}}
 {{- if $revision.retired -}}
 {{- $_ := set $group "pods" 0 -}}
@@ -151,7 +151,43 @@ true
 {{- default (get $least .Values.transfer.path) .Values.metrics.rules.transferBytesPerSecond -}}
 {{- end -}}
 
-{{/* GPUs that one worker of a pool needs. */}}
-{{- define "antiphon.gpusPerWorker" -}}
-{{- ternary (int .tensorParallel) 0 (eq .device "cuda") -}}
+{{/* CPUs that one worker of a pool reserves with Ray: each of its ranks does. */}}
+{{- define "antiphon.cpusPerWorker" -}}
+{{- mul .tensorParallel .cpuThreads -}}
+{{- end -}}
+
+{{/*
+GPUs of a pod that holds so many prefill and decode workers of these pools. Workers that reserve a share of a GPU each
+take the first one that has as much left, in the order in which the supervisor asks for them.
+*/}}
+{{- define "antiphon.gpusPerPod" -}}
+{{- $whole := 0 -}}
+{{- $left := list -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $pool := get $.pools $role -}}
+{{- $workers := get $ $role | int -}}
+{{- $share := include "antiphon.gpuShare" $pool | float64 -}}
+{{- if eq $share 1.0 -}}
+{{- $whole = add $whole (mul $workers $pool.tensorParallel) -}}
+{{- else if gt $share 0.0 -}}
+{{- range until $workers -}}
+{{- $placed := false -}}
+{{- $now := list -}}
+{{- range $free := $left -}}
+{{- if and (not $placed) (ge (addf $free 1e-9) $share) -}}
+{{- $placed = true -}}
+{{- $free = subf $free $share -}}
+{{- end -}}
+{{- $now = append $now $free -}}
+{{- end -}}
+{{- $left = ternary $now (append $now (subf 1.0 $share)) $placed -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- add $whole (len $left) -}}
+{{- end -}}
+
+{{/* What of a GPU one rank of a pool reserves; 0 on a CPU. */}}
+{{- define "antiphon.gpuShare" -}}
+{{- ternary (dig "gpu_share" 1.0 .config) 0.0 (eq .device "cuda") -}}
 {{- end -}}
