@@ -63,6 +63,7 @@ async def chat_completion(context: ApiContext, body: bytes) -> Response:
         _writer(context, request, answers, completion_id, choices),
         completion_id,
         [(prompt.token_ids, params) for params in sampling],
+        prompt_field="messages",
         received_at=received_at,
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",

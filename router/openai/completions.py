@@ -61,6 +61,7 @@ async def text_completion(context: ApiContext, body: bytes) -> Response:
         writer,
         identity.completion_id,
         sequences,
+        prompt_field="prompt",
         received_at=received_at,
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",

@@ -17,8 +17,11 @@ from antiphon.router.openai.errors import (
 SHUTDOWN_RETRY_AFTER_S = 5.0
 
 
-def error_of(end: GenerationEnded) -> ApiError | None:
-    """The error that a generation's end means; None when it ended well."""
+def error_of(end: GenerationEnded, prompt_field: str) -> ApiError | None:
+    """The error that a generation's end means; None when it ended well.
+
+    ``prompt_field`` is what the request calls its prompt.
+    """
     detail = end.detail or str(end.kind)
     match end.kind:
         case EndKind.STOP | EndKind.LENGTH:
@@ -30,7 +33,7 @@ def error_of(end: GenerationEnded) -> ApiError | None:
         case EndKind.SHUTDOWN:
             return unavailable("The server is shutting down.", SHUTDOWN_RETRY_AFTER_S)
         case EndKind.TOO_LARGE:
-            return invalid(f"The request does not fit: {detail}.", "messages", "context_length_exceeded")
+            return invalid(f"The request does not fit: {detail}.", prompt_field, "context_length_exceeded")
         case EndKind.DEADLINE:
             return deadline_exceeded("The request did not finish before its deadline.")
         case EndKind.GRAMMAR:

@@ -102,6 +102,7 @@ class GenerationResponse(Response):
         request_id: str,
         sequences: Sequence[tuple[list[int], SamplingParams]],
         *,
+        prompt_field: str,
         received_at: float,
         priority: int = 0,
         cache_salt: str = "",
@@ -110,8 +111,10 @@ class GenerationResponse(Response):
         before_end: BeforeEnd | None = None,
         on_timing: OnTiming | None = None,
     ) -> None:
-        """``on_timing`` is told what the time went into, right before the writer's ``close``."""
+        """``prompt_field`` is what the request calls its prompt. ``on_timing`` is told what the time went
+        into, right before the writer's ``close``."""
         super().__init__()
+        self._prompt_field = prompt_field
         self._on_timing = on_timing
         self._before_end = before_end
         self._context = context
@@ -207,7 +210,7 @@ class GenerationResponse(Response):
             await self._channel.wait()
             chunks: list[bytes] = []
             while (event := self._channel.take_ready()) is not None:
-                if isinstance(event, GenerationEnded) and (error := error_of(event)) is not None:
+                if isinstance(event, GenerationEnded) and (error := error_of(event, self._prompt_field)):
                     self._abandon(event.kind)
                     await self._fail(error, chunks, send)
                     return

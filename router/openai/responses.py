@@ -85,6 +85,7 @@ async def create_response(context: ApiContext, body: bytes) -> Response:
         writer,
         response_id,
         [(prompt.token_ids, sampling[0])],
+        prompt_field="input",
         received_at=received_at,
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",

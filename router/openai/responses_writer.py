@@ -83,9 +83,8 @@ class ResponseWriter:
         if self._finished is not None and self._streams:
             self._sequence -= 1  # that it had finished was written, but never left
         self._output.finish(complete=False)
-        code = "server_error" if error.status >= 500 else "rate_limit_exceeded"
         document = self._facts.document(
-            "failed", self._output.documents(), error={"code": code, "message": error.message}
+            "failed", self._output.documents(), error={"code": _failure_code(error), "message": error.message}
         )
         return self._write([("response.failed", {"response": document})])
 
@@ -98,3 +97,10 @@ class ResponseWriter:
             frames.append(sse_event(kind, orjson.dumps(body)))
             self._sequence += 1
         return b"".join(frames)
+
+
+def _failure_code(error: ApiError) -> str:
+    """What the Responses API, which knows few codes of failed responses, calls an error."""
+    if error.status >= 500:
+        return "server_error"
+    return "rate_limit_exceeded" if error.status == 429 else "invalid_prompt"

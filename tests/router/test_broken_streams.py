@@ -7,7 +7,9 @@ import json
 
 import openai
 import pytest
+from openai.types.responses import Response
 
+from antiphon.protocol.messages import Finish, FinishReason, RequestRefused
 from antiphon.router.byte_format import CONTENT, REASONING, byte_answer
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
 from antiphon.router.harmony.formatter import HarmonyFormatter
@@ -105,6 +107,44 @@ async def test_a_response_fails_with_what_there_was(failing):
     # It is not kept: nothing can go on from half an answer.
     read = await failing.http.get(f"/v1/responses/{failed['id']}")
     assert read.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "failure"),
+    [
+        (FinishReason.GRAMMAR, "grammar_failed", "invalid_prompt"),
+        (FinishReason.DEADLINE, "timeout", "server_error"),
+    ],
+)
+@pytest.mark.parametrize("path", BODIES)
+async def test_what_ends_an_answer_in_its_middle_is_told_by_its_own_name(deploy, path, reason, code, failure):
+    class EndsLater(ScriptedGateway):
+        def _batch(self, worker, *outputs):
+            super()._batch(worker, *outputs)
+            if worker.batches == 12:
+                worker.ends = [Finish(reason, error="as the script says")]
+
+    deployment = await deploy(EndsLater(lambda _: ANSWER))
+    response = await deployment.http.post(path, json={"model": "tiny", "stream": True, **BODIES[path]})
+    last = events_of(response.text)[-1]
+    if path == "/v1/responses":
+        assert last["type"] == "response.failed"
+        assert last["response"]["error"]["code"] == failure
+        # A code that the client's own types know.
+        Response.model_validate(last["response"], strict=True)
+    else:
+        assert last["error"]["code"] == code
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_prompt_that_no_worker_can_hold_is_named_as_the_request_names_it(deploy, path):
+    deployment = await deploy()
+    deployment.workers.workers["d0"].refuse = [RequestRefused("", 0, "larger than the cache", False)]
+    response = await deployment.http.post(path, json={"model": "tiny", **BODIES[path]})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == next(iter(BODIES[path]))
 
 
 @pytest.mark.parametrize("stream", [False, True])
