@@ -173,6 +173,7 @@ class ChatCompletionRequest(SamplingFields, ApiModel):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: JsonValue = None
     prompt_cache_retention: str | None = None
 
     # Would change the output and cannot be done; harmless values are accepted.

@@ -62,6 +62,7 @@ class ResponsesRequest(SamplingFields):
     max_tool_calls: Count | None = None
     metadata: dict[str, JsonValue] | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: JsonValue = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None

@@ -7,8 +7,14 @@ import json
 import httpx
 import openai
 import pytest
+from openai.types import completion_create_params as openai_text
+from openai.types.chat import completion_create_params as openai_chat
+from openai.types.responses import response_create_params as openai_responses
 
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+from antiphon.router.openai.chat_schema import ChatCompletionRequest
+from antiphon.router.openai.completion_schema import CompletionRequest
+from antiphon.router.openai.responses_schema import ResponsesRequest
 
 USER = {"role": "user", "content": "hi"}
 
@@ -160,10 +166,27 @@ async def test_harmless_values_are_accepted(deployment):
         service_tier="auto",
         safety_identifier="x",
         prompt_cache_key="x",
+        prompt_cache_options={"mode": "explicit", "ttl": "30m"},
         stop=None,
         temperature=None,
     )
     assert response.status_code == 200, response.text
+
+
+NOT_SERVED = {"access_programs", "background_options", "image", "moderation"}
+"""Fields of the client's requests that ask for what is not here, and are refused by name."""
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        (openai_chat.CompletionCreateParamsNonStreaming, ChatCompletionRequest),
+        (openai_text.CompletionCreateParamsNonStreaming, CompletionRequest),
+        (openai_responses.ResponseCreateParamsNonStreaming, ResponsesRequest),
+    ],
+)
+def test_every_field_that_the_client_may_send_is_known(sent, read):
+    assert set(sent.__annotations__) - set(read.model_fields) <= NOT_SERVED
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"nul", b'{"model": "\xff"}', b'{"messages": "\\ud800"}'])
