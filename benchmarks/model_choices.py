@@ -85,8 +85,9 @@ def under(bench: Bench, way: Way) -> Bench:
 def points(bench: Bench, options: argparse.Namespace) -> list[Point]:
     """Decode steps, then prompts of every length in one way after the other."""
     found = []
+    stepping = under(bench, ways_of(resident=False)[0])
     for context, batch in options.decode:
-        take_step = partial(decode_point, bench, batch, context, options.steps)
+        take_step = partial(decode_point, stepping, batch, context, options.steps)
         found.append(Point(f"decode, batch {batch}, context {context}", take_step))
     wanted = [way for way in ways_of(bench.resident_fp8) if way.name in options.ways.split(",")]
     for way in wanted:

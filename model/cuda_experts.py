@@ -179,9 +179,12 @@ class HopperExpertLayers:
             twin.add_converted(*router, experts if resident_fp8 else replace(experts, fp8=None))
         return twin
 
+    def _streams(self, tokens: int) -> bool:
+        return streams_4_bit(tokens, self._config.num_experts, widened_alone=not self.resident_fp8)
+
     def reserve(self, tokens: int) -> None:
         """See ``ExpertLayers``."""
-        if not streams_4_bit(tokens, self._config.num_experts):
+        if not self._streams(tokens):
             (self._fp8_buffers if self.resident_fp8 else self._mixed_buffers).reserve(tokens)
 
     def forward(
@@ -196,7 +199,7 @@ class HopperExpertLayers:
         """See ``ExpertLayers``."""
         config = self._config
         router, experts = self._routers[layer], self._layers[layer]
-        if streams_4_bit(x.shape[0], config.num_experts):
+        if self._streams(x.shape[0]):
             routed, own_norm = (x, norm) if normed is None else (normed, None)
             routing = route_grouped(
                 *(routed, *router, self._workspace),

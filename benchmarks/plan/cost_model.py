@@ -129,7 +129,7 @@ class CostModel:
         total, done, end = NOTHING, before, before + tokens
         while done < end:
             chunk = min(CHUNK_TOKENS, end - done)
-            road = work.chunk_road(self.shape, chunk, resident_fp8)
+            road = work.chunk_road(self.shape, layout, chunk, resident_fp8)
             parts = work.prefill_chunk(self.shape, layout, chunk, done, road=road)
             total = _plus(total, self._grouped(parts, Group.LAUNCHES))
             done += chunk

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from antiphon.benchmarks import floors
+from antiphon.benchmarks.plan import work
 from antiphon.benchmarks.plan.cost_model import CHUNK_TOKENS, RESERVED_BYTES, CostModel
 from antiphon.benchmarks.plan.queueing import fewest_servers, staffed, wait_quantile_s
 from antiphon.benchmarks.records import Layout
@@ -153,16 +154,21 @@ def price_per_million(gpus: float, gpu_hour_price: float, tokens_per_s: float) -
 def largest_batch_within(model: CostModel, layout: Layout, context: float, itl_s: float, limit: int) -> int:
     """Largest batch, at most ``limit``, whose step takes at most ``itl_s``; 0 when one sequence is too slow.
 
-    A step's time never falls with the batch, so the search halves.
+    A step's time never falls with the batch as long as its kernels are the same, so the search halves on
+    either side of where they change, where it may fall.
     """
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if model.decode_step_s(layout, middle, context) <= itl_s:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    change = min(limit, work.last_streamed(model.shape, layout))
+    for below, high in ((change, limit), (0, change)):
+        low = below
+        while low < high:
+            middle = (low + high + 1) // 2
+            if model.decode_step_s(layout, middle, context) <= itl_s:
+                low = middle
+            else:
+                high = middle - 1
+        if low > below:
+            return low
+    return 0
 
 
 def size_decode(model: CostModel, layout: Layout, targets: Targets) -> DecodePool | None:

@@ -10,12 +10,11 @@ from antiphon.benchmarks import floors
 from antiphon.benchmarks.floors import Form, Work
 from antiphon.benchmarks.plan.hardware import H200, Gpu
 from antiphon.benchmarks.records import Layout
+from antiphon.kernels.moe.regime import most_streamed
 from antiphon.model.config import GptOssConfig
 
 FUSED_TOKENS = 16
 """A step of up to so many tokens on one GPU takes kernels that do the small work too, and overlap."""
-STREAMED_TOKENS, STREAMED_TOKENS_PER_EXPERT = 256, 8
-"""Up to here a chunk multiplies by experts as a decode step does: see ``kernels.moe.regime``."""
 PAGE_TOKENS = 64
 PLANNED_PAGES = 48
 """Planning a chunk takes as long as planning so many of its pages, and each of them."""
@@ -81,7 +80,7 @@ def decode_step(
         KernelClass.ATTENTION_DECODE: Work(
             bytes=batch * floors.kv_bytes(shape, context, kv_value_bytes) / tp, launches=layers
         ),
-        KernelClass.MOE_DECODE: _decode_experts(shape, layout, batch, form),
+        **_step_experts(shape, layout, batch, form),
         KernelClass.ROUTE_DECODE: Work(
             bf16_flop=layers * 2.0 * batch * shape.num_experts * shape.hidden_size, launches=layers
         ),
@@ -109,12 +108,17 @@ def is_fused(layout: Layout, batch: float) -> bool:
 
 
 Road = Literal["fp8", "mixed", "streamed"]
-"""How a chunk multiplies by experts: by FP8 weights, by 4-bit ones in FP8, or as a decode step does."""
+"""How experts are multiplied by: FP8 weights, 4-bit ones in FP8, or 4-bit ones as they are."""
 
 
-def chunk_road(shape: GptOssConfig, tokens: int, resident_fp8: bool) -> Road:
+def last_streamed(shape: GptOssConfig, layout: Layout, resident_fp8: bool = False) -> int:
+    """Tokens of the largest chunk or step for which a worker's model streams 4-bit weights."""
+    return most_streamed(shape.num_experts, layout.tp == 1 and not resident_fp8)
+
+
+def chunk_road(shape: GptOssConfig, layout: Layout, tokens: int, resident_fp8: bool) -> Road:
     """The road that a worker's model takes for a chunk, or for its end, of ``tokens``."""
-    if tokens <= min(STREAMED_TOKENS, STREAMED_TOKENS_PER_EXPERT * shape.num_experts):
+    if tokens <= last_streamed(shape, layout, resident_fp8):
         return "streamed"
     return "fp8" if resident_fp8 else "mixed"
 
@@ -206,7 +210,8 @@ def layout_floor_s(
     return least_s + sum(parts[kind].bytes for kind in LINKS & parts.keys()) / gpu.nvlink_bytes_per_s
 
 
-def _decode_experts(shape: GptOssConfig, layout: Layout, batch: float, form: Form) -> Work:
+def _step_experts(shape: GptOssConfig, layout: Layout, batch: float, form: Form) -> Parts:
+    """Experts of a decode step, on the road that it takes."""
     layers, each = shape.num_hidden_layers, floors.expert_bytes(shape, form)
     if layout.ep > 1:
         read = floors.busiest_rank_experts(shape, batch, layout.ep) * each
@@ -214,8 +219,10 @@ def _decode_experts(shape: GptOssConfig, layout: Layout, batch: float, form: For
     else:
         share = floors.padded_share(shape, layout.tp)
         read = floors.expected_experts(shape, batch) * each * share
-    flop = 2 * batch * shape.experts_per_token * floors.expert_values(shape) * share
-    return Work(bytes=layers * read, bf16_flop=layers * flop, launches=layers)
+    flop = layers * 2 * batch * shape.experts_per_token * floors.expert_values(shape) * share
+    if batch <= last_streamed(shape, layout):
+        return {KernelClass.MOE_DECODE: Work(bytes=layers * read, bf16_flop=flop, launches=layers)}
+    return {KernelClass.MOE_MIXED: Work(bytes=layers * read, fp8_flop=flop, launches=layers)}
 
 
 def _elementwise_bytes(shape: GptOssConfig, tp: int) -> float:

@@ -141,14 +141,14 @@ class HopperRankExperts:
 
     def reserve(self, tokens: int) -> None:
         """See ``RankExperts``."""
-        if not streams_4_bit(tokens, self._config.num_experts):
+        if not streams_4_bit(tokens, self._config.num_experts, widened_alone=False):
             (self._fp8_buffers if self._resident_fp8 else self._mixed_buffers).reserve(tokens)
 
     def delta(self, layer: int, normed: Tensor, live: Tensor) -> Tensor:
         """See ``RankExperts``."""
         tokens = normed.shape[0]
         router, experts = self._routers[layer], self._layers[layer]
-        if streams_4_bit(tokens, self._config.num_experts):
+        if streams_4_bit(tokens, self._config.num_experts, widened_alone=False):
             routing = route_grouped(normed, *router, self._workspace)
             return moe_streamed(routing, experts.streamed, self._workspace)
         ranked = self._route.ranks(tokens)

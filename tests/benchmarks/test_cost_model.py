@@ -59,10 +59,18 @@ def test_roads_change_where_the_model_s_do() -> None:
     assert not work.is_fused(Layout(2), 1)
     for model in ("gpt-oss-20b", "gpt-oss-120b"):
         shape = preset(model)
-        for tokens in (1, 255, 256, 257, 512, 513, 1024, 1025, 8192):
-            streamed = work.chunk_road(shape, tokens, resident_fp8=False) == "streamed"
-            assert streamed == streams_4_bit(tokens, shape.num_experts), (model, tokens)
-    assert work.chunk_road(preset("gpt-oss-20b"), 8192, resident_fp8=True) == "fp8"
+        for layout, tokens in itertools.product(
+            (ONE, Layout(2), Layout(2, 2)), (1, 80, 81, 128, 129, 256, 257)
+        ):
+            alone = layout is ONE
+            streamed = work.chunk_road(shape, layout, tokens, resident_fp8=False) == "streamed"
+            assert streamed == streams_4_bit(tokens, shape.num_experts, alone), (model, layout, tokens)
+            experts = {KernelClass.MOE_DECODE, KernelClass.MOE_MIXED} & work.decode_step(
+                shape, layout, tokens, 1
+            ).keys()
+            assert experts == {KernelClass.MOE_DECODE if streamed else KernelClass.MOE_MIXED}
+    assert work.chunk_road(preset("gpt-oss-20b"), ONE, 8192, resident_fp8=True) == "fp8"
+    assert work.chunk_road(preset("gpt-oss-20b"), ONE, 256, resident_fp8=True) == "streamed"
 
 
 @pytest.mark.parametrize(("batch", "small"), [(16, 0), (17, 2)])
@@ -228,11 +236,15 @@ def test_the_project_s_own_figures_are_predicted_as_well_as_is_wanted() -> None:
 
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "gpt-oss-120b"])
 def test_times_never_fall_with_the_batch_or_the_prompt(model: str) -> None:
-    """The planner halves its way to the largest batch; roads change between 16 and 17 sequences."""
+    """Unless the experts' kernels change; the others do between 16 and 17 sequences."""
     found = build(model, load_results(RESULTS))
     for layout, context in itertools.product(LAYOUTS, (1, 8192, 131_072)):
-        steps = [found.decode_step_s(layout, batch, context) for batch in range(1, 130)]
-        assert steps == sorted(steps), layout.name
+        change = work.last_streamed(found.shape, layout)
+        for batches in (range(1, change + 1), range(change + 1, 300)):
+            steps = [found.decode_step_s(layout, batch, context) for batch in batches]
+            assert steps == sorted(steps), layout.name
     for layout in LAYOUTS:
-        prompts = [found.prefill_s(layout, tokens) for tokens in range(1, 2100, 7)]
-        assert prompts == sorted(prompts), layout.name
+        change = work.last_streamed(found.shape, layout)
+        for lengths in (range(1, change + 1, 7), range(change + 1, 2100, 7)):
+            prompts = [found.prefill_s(layout, tokens) for tokens in lengths]
+            assert prompts == sorted(prompts), layout.name

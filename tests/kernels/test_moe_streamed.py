@@ -156,8 +156,12 @@ def test_the_sources_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_long_steps_leave_the_4_bit_road() -> None:
-    assert streams_4_bit(1, 32)
-    assert streams_4_bit(256, 32)
-    assert not streams_4_bit(257, 32)
-    assert streams_4_bit(256, 128)
-    assert not streams_4_bit(257, 128)
+    for experts, widened_alone, most in (
+        (32, True, 80),
+        (128, True, 128),
+        (32, False, 256),
+        (128, False, 256),
+    ):
+        assert streams_4_bit(1, experts, widened_alone)
+        assert streams_4_bit(most, experts, widened_alone)
+        assert not streams_4_bit(most + 1, experts, widened_alone)
