@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 import helm_python
 import pytest
@@ -24,6 +25,15 @@ from rendered_chart import (
 )
 
 
+class OneValuePerKey(yaml.CSafeLoader):
+    """A loader that refuses a key that is there twice, of which Kubernetes would drop one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"{node.start_mark}: {sorted(keys)}"
+        return super().construct_mapping(node, deep=deep)
+
+
 @pytest.fixture(scope="session")
 def chart() -> Iterator[helm_python.Chart]:
     with helm_python.Chart.load(CHART) as chart:
@@ -40,7 +50,7 @@ def render(chart: helm_python.Chart) -> Renderer:
             tree = merged(tree, dotted(path, value))
         manifests = chart.render(tree, name=name, namespace="prod")
         notes = manifests.pop("antiphon/templates/NOTES.txt")
-        loaded = (yaml.load_all(text, Loader=yaml.CSafeLoader) for text in manifests.values())
+        loaded = (yaml.load_all(text, Loader=OneValuePerKey) for text in manifests.values())
         return Release(tuple(d for found in loaded for d in found if d is not None), notes)
 
     return rendered

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from command_line import parse_with_the_cli
 from rendered_chart import CHART, Release, Renderer
 
@@ -52,7 +53,7 @@ def test_a_synthetic_model_is_made_in_every_pod_that_reads_it(render: Renderer) 
 def test_a_download_lands_where_the_deployment_looks(render: Renderer) -> None:
     release = render("h200-two-nodes-values.yaml", {"model.source.huggingface.revision": "refs/pr/1"})
     folder = "/models/openai--gpt-oss-20b/refs--pr--1"
-    assert f"path: {folder}\n" in release.deployment_file()
+    assert yaml.safe_load(release.deployment_file())["model"]["path"] == folder
     for component in ("head", "prefill", "decode"):
         (init,) = release.pods()[component]["spec"]["initContainers"]
         assert f"--local-dir={folder}" in init["args"]

@@ -36,7 +36,7 @@
 {{- $_ := set $router "tls_key_file" "/etc/antiphon/tls/tls.key" -}}
 {{- end -}}
 model:
-  path: {{ include "antiphon.modelFolder" . }}
+  path: {{ include "antiphon.modelFolder" . | quote }}
   served_name: {{ .Values.model.name | quote }}
   dtype: {{ .Values.model.dtype }}
   kv_dtype: {{ .Values.model.kvDtype }}

@@ -1,23 +1,23 @@
 {{/* Names, labels and ports: each is said here once. */}}
 
 {{- define "antiphon.name" -}}
-{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimAll "-" -}}
 {{- end -}}
 
 {{- define "antiphon.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | trunc 40 | trimAll "-" -}}
 {{- else if contains (include "antiphon.name" .) .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- .Release.Name | trunc 40 | trimAll "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name (include "antiphon.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name (include "antiphon.name" .) | trunc 40 | trimAll "-" -}}
 {{- end -}}
 {{- end -}}
 
 {{/* What selects every pod of the release. */}}
 {{- define "antiphon.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "antiphon.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "antiphon.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "antiphon.labels" -}}
@@ -30,16 +30,24 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end -}}
 
+{{/* Labels of an object with some of its own: root, more. */}}
+{{- define "antiphon.labelsWith" -}}
+{{- toYaml (mergeOverwrite (include "antiphon.labels" .root | fromYaml) (deepCopy (.more | default dict))) -}}
+{{- end -}}
+
 {{/* Number of a named port. */}}
 {{- define "antiphon.port" -}}
 {{- $ports := dict "http" 8000 "gcs-server" 6379 "dashboard" 8265 "client" 10001 "metrics" 8080 "agent" 52365 "supervisor" 9464 "worker-0" 9465 -}}
 {{- required (printf "no port is called %s" .) (get $ports .) -}}
 {{- end -}}
 
+{{/* Reference of an image: root, kind; tag and digest are those of the values where they are absent. */}}
 {{- define "antiphon.image" -}}
 {{- $image := .root.Values.image -}}
 {{- $repository := ternary $image.routerRepository $image.workerRepository (eq .kind "router") -}}
+{{- $digest := dig "digest" (ternary $image.routerDigest $image.workerDigest (eq .kind "router")) . -}}
 {{- printf "%s%s:%s" $image.registry $repository (default .root.Chart.AppVersion (dig "tag" $image.tag .)) -}}
+{{- with $digest }}@{{ . }}{{ end -}}
 {{- end -}}
 
 {{- define "antiphon.serviceAccountName" -}}
@@ -72,9 +80,9 @@ true
 {{/* The revisions that have worker groups: the one of these values, then those that it replaces. As YAML. */}}
 {{- define "antiphon.revisions" -}}
 {{- $root := . -}}
-{{- $revisions := list (dict "name" .Values.revision "tag" .Values.image.tag "retired" false "prefill" .Values.prefill "decode" .Values.decode) -}}
+{{- $revisions := list (dict "name" .Values.revision "tag" .Values.image.tag "digest" .Values.image.workerDigest "retired" false "prefill" .Values.prefill "decode" .Values.decode) -}}
 {{- range $previous := .Values.previousRevisions -}}
-{{- $revision := dict "name" $previous.name "tag" $previous.tag "retired" ($previous.retired | default false) -}}
+{{- $revision := dict "name" $previous.name "tag" $previous.tag "digest" ($previous.digest | default "") "retired" ($previous.retired | default false) -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $_ := set $revision $role (mergeOverwrite (deepCopy (get $root.Values $role)) (deepCopy (get $previous $role | default dict))) -}}
 {{- end -}}
@@ -84,7 +92,7 @@ true
 {{- end -}}
 
 {{/*
-The worker groups of the RayCluster, as YAML: name, component, revision and tag of the image; pods now and at most; workers of
+The worker groups of the RayCluster, as YAML: name, component, revision, tag and digest of the image; pods now and at most; workers of
 each role, CPUs and GPUs per pod; and the values of the pods. A retired group stays in the RayCluster, without pods: KubeRay
 forgets the pods of a group that is taken out, and Ray's autoscaler stumbles over them.
 */}}
@@ -107,6 +115,7 @@ forgets the pods of a group that is taken out, and Ray's autoscaler stumbles ove
 {{- $_ := set $group "name" (ternary $group.component (printf "%s-%s" $group.component $revision.name) (eq $revision.name "")) -}}
 {{- $_ := set $group "revision" $revision.name -}}
 {{- $_ := set $group "tag" $revision.tag -}}
+{{- $_ := set $group "digest" $revision.digest -}}
 {{- $_ := set $group "cpus" (add (mul $group.prefill (include "antiphon.cpusPerWorker" $revision.prefill | int)) (mul $group.decode (include "antiphon.cpusPerWorker" $revision.decode | int))) -}}
 {{- $_ := set $group "gpus" (include "antiphon.gpusPerPod" (dict "prefill" $group.prefill "decode" $group.decode "pools" $revision) | int) -}}
 {{- $_ := set $group "router" 0 -}}
@@ -118,7 +127,7 @@ forgets the pods of a group that is taken out, and Ray's autoscaler stumbles ove
 {{- end -}}
 {{- end -}}
 {{- $routers := int .Values.router.replicas -}}
-{{- $groups = append $groups (dict "name" "router" "component" "router" "revision" "" "tag" .Values.image.tag "pods" $routers "most" $routers "prefill" 0 "decode" 0 "router" 1 "cpus" 1 "gpus" 0 "pool" .Values.router) -}}
+{{- $groups = append $groups (dict "name" "router" "component" "router" "revision" "" "tag" .Values.image.tag "digest" .Values.image.routerDigest "pods" $routers "most" $routers "prefill" 0 "decode" 0 "router" 1 "cpus" 1 "gpus" 0 "pool" .Values.router) -}}
 {{- toYaml $groups -}}
 {{- end -}}
 

@@ -5,15 +5,15 @@
 {{- $source := .Values.model.source -}}
 - name: models
 {{- if eq $source.type "pvc" }}
-  persistentVolumeClaim: {claimName: {{ $source.pvc.claimName }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ $source.pvc.claimName | quote }}, readOnly: true}
 {{- else if eq $source.type "hostPath" }}
-  hostPath: {path: {{ $source.hostPath.path }}, type: Directory}
+  hostPath: {path: {{ $source.hostPath.path | quote }}, type: Directory}
 {{- else if eq $source.type "synthetic" }}
   emptyDir: {}
 {{- else if eq $source.huggingface.cache.type "pvc" }}
-  persistentVolumeClaim: {claimName: {{ $source.huggingface.cache.claimName }}}
+  persistentVolumeClaim: {claimName: {{ $source.huggingface.cache.claimName | quote }}}
 {{- else if eq $source.huggingface.cache.type "hostPath" }}
-  hostPath: {path: {{ $source.huggingface.cache.path }}, type: DirectoryOrCreate}
+  hostPath: {path: {{ $source.huggingface.cache.path | quote }}, type: DirectoryOrCreate}
 {{- else }}
   emptyDir: {sizeLimit: {{ $source.huggingface.cache.sizeLimit }}}
 {{- end }}
@@ -25,7 +25,7 @@
 {{- $folder := include "antiphon.modelFolder" $root -}}
 {{- if has $source.type (list "huggingface" "synthetic") }}
 - name: model
-  image: {{ include "antiphon.image" (dict "root" $root "kind" "worker" "tag" .tag) }}
+  image: {{ include "antiphon.image" (dict "root" $root "kind" "worker" "tag" .tag "digest" .digest) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   securityContext: {{- toYaml $root.Values.containerSecurityContext | nindent 4 }}
   resources:
@@ -53,7 +53,7 @@
     - {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
     {{- if and (eq $source.type "huggingface") $source.huggingface.tokenSecret }}
     - name: HF_TOKEN
-      valueFrom: {secretKeyRef: {name: {{ $source.huggingface.tokenSecret }}, key: token}}
+      valueFrom: {secretKeyRef: {name: {{ $source.huggingface.tokenSecret | quote }}, key: token}}
     {{- end }}
   volumeMounts:
     - {name: models, mountPath: /models}
@@ -66,12 +66,27 @@
 - {name: HOME, value: /tmp}
 - {name: RAY_AUTH_MODE, value: token}
 - name: RAY_AUTH_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ include "antiphon.raySecret" . }}, key: auth_token}}
+  valueFrom: {secretKeyRef: {name: {{ include "antiphon.raySecret" . | quote }}, key: auth_token}}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_DEDUP_LOGS, value: "0"}
 - {name: RAY_COLOR_PREFIX, value: "0"}
 # Of 15 by default, which is for batch work beside a user's own.
 - {name: RAY_worker_niceness, value: "0"}
+{{- end -}}
+
+{{/* Environment of a container: own, as YAML, and more, the values' list, whose variables take the place of own ones. */}}
+{{- define "antiphon.env" -}}
+{{- $names := list -}}
+{{- range .more -}}
+{{- $names = append $names .name -}}
+{{- end -}}
+{{- $all := list -}}
+{{- range .own | fromYamlArray -}}
+{{- if not (has .name $names) -}}
+{{- $all = append $all . -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml (concat $all (.more | default list)) -}}
 {{- end -}}
 
 {{/* What UCX may use for the path that KV takes. */}}
@@ -102,14 +117,14 @@ livenessProbe:
 {{- with .revision -}}
 {{- $_ := set $labels "antiphon-revision" . -}}
 {{- end -}}
-serviceAccountName: {{ include "antiphon.serviceAccountName" .root }}
+serviceAccountName: {{ include "antiphon.serviceAccountName" .root | quote }}
 # Ray's autoscaler asks Kubernetes for pods; nothing else here talks to it.
 automountServiceAccountToken: {{ eq "true" (toString .token) }}
 enableServiceLinks: false
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 securityContext: {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
@@ -124,10 +139,10 @@ affinity: {{- toYaml . | nindent 2 }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .pool.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .pool.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- if .pool.hostIPC }}
 hostIPC: true
@@ -145,15 +160,12 @@ topologySpreadConstraints:
 {{- end -}}
 
 {{- define "antiphon.podMetadata" -}}
+{{- $own := dict "app.kubernetes.io/component" .component -}}
+{{- with .revision -}}
+{{- $_ := set $own "antiphon-revision" . -}}
+{{- end -}}
 labels:
-  {{- include "antiphon.labels" .root | nindent 2 }}
-  app.kubernetes.io/component: {{ .component }}
-  {{- with .revision }}
-  antiphon-revision: {{ . }}
-  {{- end }}
-  {{- with .pool.podLabels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- include "antiphon.labelsWith" (dict "root" .root "more" (merge $own (deepCopy (.pool.podLabels | default dict)))) | nindent 2 }}
 annotations:
   # KubeRay sees a changed deployment file as a changed pod.
   checksum/deployment: {{ include "antiphon.deployment" .root | sha256sum }}

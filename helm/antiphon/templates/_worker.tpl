@@ -28,7 +28,7 @@
 {{- $_ := set $resources $side $amounts -}}
 {{- end -}}
 - name: ray-worker
-  image: {{ include "antiphon.image" (dict "root" $root "kind" (ternary "router" "worker" $router) "tag" .group.tag) }}
+  image: {{ include "antiphon.image" (dict "root" $root "kind" (ternary "router" "worker" $router) "tag" .group.tag "digest" .group.digest) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   securityContext: {{- toYaml $context | nindent 4 }}
   resources: {{- toYaml $resources | nindent 4 }}
@@ -39,14 +39,12 @@
     {{- include "antiphon.workerPorts" .group | indent 4 }}
     - {name: metrics, containerPort: {{ include "antiphon.port" "metrics" }}}
     - {name: agent, containerPort: {{ include "antiphon.port" "agent" }}}
+  {{- $own := include "antiphon.rayEnv" $root }}
+  {{- if not $router }}
+  {{- $own = printf "%s\n%s" $own (include "antiphon.transferEnv" $root) }}
+  {{- end }}
   env:
-    {{- include "antiphon.rayEnv" $root | nindent 4 }}
-    {{- if not $router }}
-    {{- include "antiphon.transferEnv" $root | nindent 4 }}
-    {{- end }}
-    {{- with .pool.env }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- include "antiphon.env" (dict "own" $own "more" .pool.env) | nindent 4 }}
   {{- include "antiphon.rayProbes" $root | nindent 2 }}
   readinessProbe:
     {{- if $router }}
