@@ -31,8 +31,8 @@ helm install RELEASE helm/antiphon -f helm/antiphon/ci/two-gpus-values.yaml
 {examples}
 How to install, watch and upgrade is in [docs/operations](../../docs/operations/kubernetes.md). Values that
 contradict each other are refused with what to change, and so is an unknown key. What only the deployment
-file or the model tells, such as a wrong key below a `config:` or pages that do not fit beside the weights, the
-supervisor refuses at its start, in its log; `antiphon config check` does so before.
+file or the model tells, such as a wrong key below a `config:` or pages that do not fit beside the weights,
+the supervisor refuses at its start, in its log; `antiphon config check` does so before.
 
 ## Values
 
