@@ -61,17 +61,18 @@ def members() -> list[Panel]:
 def pools() -> list[Panel]:
     """Queues, pages and steps of the engines."""
     busy = rate("request_prefill_time_seconds_sum")
-    filled = f'sum(antiphon_kv_cache_usage_perc{{{MODEL}, role="decode"}}) / {BUSY_PAGES}'
+    # A pool without pages in use, or without a process, asks for no ratio, rather than for an infinite one.
+    filled = f'sum(antiphon_kv_cache_usage_perc{{{MODEL}, role="decode"}}) > 0'
     return [
         lines(
             "Prefill workers for each decode worker",
             "What the present load asks for: seconds of prefill per second, over decode workers whose pages "
             f"would be {BUSY_PAGES:.0%} full; and what there is.",
             "none",
-            Query(f"{busy} / ({filled})", "wanted"),
+            Query(f"{busy} / (({filled}) / {BUSY_PAGES})", "wanted"),
             Query(
                 f'sum(antiphon_member_up{{{MODEL}, role="prefill"}})'
-                f' / sum(antiphon_member_up{{{MODEL}, role="decode"}})',
+                f' / (sum(antiphon_member_up{{{MODEL}, role="decode"}}) > 0)',
                 "there",
             ),
         ),

@@ -125,6 +125,11 @@ def test_an_expression_uses_what_is_exported(expression: Expression) -> None:
             assert set(node.modifier.labels) <= inside, expression
 
 
+def cumulative(name: str) -> bool:
+    """Whether a metric only grows."""
+    return name.endswith(("_total", "_bucket", "_sum", "_count", "_BYTES"))
+
+
 @pytest.mark.parametrize("expression", EXPRESSIONS, ids=lambda e: e.where)
 def test_counters_are_read_as_rates_and_gauges_are_not(expression: Expression) -> None:
     parsed = expression.parse()
@@ -135,12 +140,21 @@ def test_counters_are_read_as_rates_and_gauges_are_not(expression: Expression) -
         for s in selectors(node)
     }
     for name in {str(selector.name) for selector in selectors(parsed)}:
-        cumulative = name.endswith(("_total", "_bucket", "_sum", "_count", "_BYTES"))
-        assert (name in rated) is cumulative, name
+        assert (name in rated) is cumulative(name), name
     for node in nodes(parsed):
         if isinstance(node, promql_parser.Call) and node.func.name == "histogram_quantile":
             (aggregation,) = (a for a in nodes(node) if isinstance(a, promql_parser.AggregateExpr))
             assert "le" in aggregation.modifier.labels
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS, ids=lambda e: e.where)
+def test_nothing_is_divided_by_a_gauge_that_may_be_0(expression: Expression) -> None:
+    """Rates fall to 0 together, which draws nothing; over a gauge of 0 they would be infinite."""
+    for node in nodes(expression.parse()):
+        if isinstance(node, promql_parser.BinaryExpr) and str(node.op) == "/":
+            names = {str(selector.name) for selector in selectors(node.rhs)}
+            gauges = {name for name in names if name.startswith("antiphon") and not cumulative(name)}
+            assert not gauges or " > 0" in str(node.rhs), node
 
 
 def test_the_checks_catch_what_they_are_for() -> None:
@@ -153,6 +167,8 @@ def test_the_checks_catch_what_they_are_for() -> None:
             test_an_expression_uses_what_is_exported(Expression("wrong", wrong))
     with pytest.raises(AssertionError):
         test_counters_are_read_as_rates_and_gauges_are_not(Expression("wrong", "antiphon_retries_total"))
+    with pytest.raises(AssertionError):
+        test_nothing_is_divided_by_a_gauge_that_may_be_0(Expression("wrong", "1 / sum(antiphon_ready_pairs)"))
 
 
 def test_matched_values_are_ones_that_exist() -> None:
@@ -234,9 +250,50 @@ def test_the_runbook_has_a_page_for_every_alert() -> None:
         assert annotations["cause"]
 
 
+def families() -> dict[str, set[str]]:
+    """Metric -> its labels, but those of every sample of its kind of process."""
+    found: dict[str, set[str]] = {}
+    for name, labels in exported().items():
+        family = re.sub(r"_(bucket|sum|count)$", "", name)
+        found.setdefault(family, set()).update(labels - {"model_name", "le"})
+    return found
+
+
 def test_pages_of_operations_name_metrics_that_exist() -> None:
-    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported()}
     for page in (ROOT / "docs/operations").glob("*.md"):
-        for name in re.findall(r"`(antiphon_[a-z_]+)", page.read_text()):
+        for name in re.findall(r"`(antiphon_[a-z0-9_]+)", page.read_text()):
             if name not in ("antiphon_prefill", "antiphon_decode", "antiphon_router"):
-                assert name in families, (page.name, name)
+                assert name in families(), (page.name, name)
+
+
+def test_every_metric_and_label_of_a_router_is_on_its_page() -> None:
+    described: dict[str, set[str]] = {}
+    for names, labels in re.findall(r"^\| (`antiphon_.*?) \| (.*?)\|$", page_of("http-api.md"), re.M):
+        for name in re.findall(r"`(\w+)`", names):
+            described[name] = set(re.findall(r"`(\w+)`", labels))
+    exports = {
+        re.sub(r"_(bucket|sum|count)$", "", family)
+        for family in re.findall(r"^# TYPE (\w+)", RouterMetrics("m").exposition()[0].decode(), re.M)
+    }
+    assert set(described) == exports
+    # Every process has the last one; `engine` is only of workers.
+    expected = {
+        name: families()[name] - ({"engine"} if name == "antiphon_build_info" else set()) for name in exports
+    }
+    assert described == expected
+
+
+def test_every_other_metric_and_label_is_on_its_page() -> None:
+    page = page_of("operations/observability.md")
+    described = dict(re.findall(r"`(antiphon_[a-z0-9_]+)(?:\{([a-z_,]+)\})?`", page))
+    routers = set(re.findall(r"`(antiphon_\w+)`", page_of("http-api.md")))
+    assert sorted(set(families()) - set(described) - routers) == []
+    everywhere = {"engine", "role"}
+    beside = {"rank", "worker", "version", "full_pages", "sliding_pages", "page_size_tokens"}  # said in words
+    for name, labels in described.items():
+        own = families()[name] - everywhere - beside
+        assert not labels or set(labels.split(",")) - everywhere == own, name
+
+
+def page_of(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
