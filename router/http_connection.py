@@ -26,6 +26,8 @@ log = structlog.get_logger("antiphon.router.http")
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a URL and headers together, of trailers, and of whatever else frames a body without being part of it."""
+MAX_WAITING_REQUESTS = 8
+"""Behind the one that is answered, on the same connection: while there are more, no more are read."""
 LINGER_S = 2.0
 """A refused client gets so long to stop sending and read why."""
 _STATE_KEY = "antiphon.connection"
@@ -58,6 +60,9 @@ class AbortableProtocol(HttpToolsProtocol):
     bound on slow readers. What is left of a whole answer must be read on, which the kernel watches.
 
     A client that offers to go on in another protocol (Java's, in HTTP/2) is answered in this one.
+
+    Where requests are sent ahead, uvicorn stops reading, so that it does not see the client leave, and tells
+    the last of them of that instead of the one that is answered. Here a few are read on, and that one is told.
     """
 
     head_timeout_s: float
@@ -77,6 +82,8 @@ class AbortableProtocol(HttpToolsProtocol):
     """The head that the parser stopped behind, without its offer of another protocol."""
     _rest_at = 0
     """Where the data goes on behind that head."""
+    _begun: RequestResponseCycle | None = None
+    """The last request whose answer has begun; others may wait behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected."""
@@ -87,6 +94,9 @@ class AbortableProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         self._stop_timer()
+        if self._begun is not None and not self._begun.response_complete:
+            self._begun.disconnected = True
+            self._begun.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -127,6 +137,8 @@ class AbortableProtocol(HttpToolsProtocol):
             self._plain_head = self._head_without_offer()
             return
         super().on_headers_complete()  # which refuses a target that is no URL
+        if 0 < len(self.pipeline) <= MAX_WAITING_REQUESTS:
+            self.flow.resume_reading()
         self._part, self._head_bytes = _Part.BODY, 0
         self._stop_timer()
 
@@ -180,6 +192,7 @@ class AbortableProtocol(HttpToolsProtocol):
             self._rest_at = stopped.args[0]
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._begun = cycle
         unchunked: ASGI3Application = _Unchunked(app, cycle)  # type: ignore[arg-type, assignment]
         super()._start_asgi_task(cycle, unchunked if cycle.scope["http_version"] == "1.0" else app)
 

@@ -12,6 +12,7 @@ import pytest
 from antiphon.protocol.messages import AbortRequest
 from antiphon.router.byte_format import CONTENT, byte_answer
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+from antiphon.router.http_connection import MAX_WAITING_REQUESTS
 from antiphon.router.served_model import ServedModel
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -151,6 +152,36 @@ async def test_client_that_leaves_while_it_sends(deploy, until):
     left = metrics.requests.labels("/v1/chat/completions", "499")
     await until(lambda: left._value.get() == 1)
     assert await deployment.metric("request_errors_total", error_type="server_error") == 0
+
+
+@pytest.mark.parametrize("waiting", [1, 3, MAX_WAITING_REQUESTS, 4 * MAX_WAITING_REQUESTS])
+async def test_client_that_leaves_with_requests_sent_ahead(deploy, until, waiting):
+    """Beyond a number of them the connection is not read, and what tells is that nobody takes the answer."""
+    workers = slow_workers()
+    unread = waiting > MAX_WAITING_REQUESTS
+    workers.workers["d0"].hold = not unread
+    deployment = await deploy(workers)
+    url = httpx.URL(deployment.server.url)
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    body = json.dumps({**BODY, "stream": True}).encode()
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    )
+    writer.write(request)
+    await until(lambda: workers.workers["d0"].requests or workers.workers["d0"].held)
+    writer.write(request * waiting)
+    connections = deployment.server._server.server_state.connections
+    await until(lambda: any(len(connection.pipeline) == waiting for connection in connections))
+    if unread:
+        await until(lambda: workers.workers["d0"].batches > 3)
+    writer.transport.abort()
+    await until(lambda: aborts(workers, "d0"))
+    assert aborts(workers, "d0")[0].reason == "client_gone"
+    await until(lambda: not deployment.server.open_requests)
+    # None of those behind it has begun.
+    assert len(workers.workers["d0"].sent) == 2  # one request and its abort
+    assert await deployment.metric("requests_total", endpoint="/v1/chat/completions") == 1
+    assert await deployment.metric("request_errors_total") == 0
 
 
 async def test_streams_do_not_wait_for_each_other(deploy, until):
