@@ -62,7 +62,7 @@ class AbortableProtocol(HttpToolsProtocol):
     A client that offers to go on in another protocol (Java's, in HTTP/2) is answered in this one.
 
     Where requests are sent ahead, uvicorn stops reading, so that it does not see the client leave, and tells
-    the last of them of that instead of the one that is answered. Here a few are read on, and that one is told.
+    the last of them of that instead of the one that is answered. Here a few are read on, and it is told.
     """
 
     head_timeout_s: float
