@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -16,8 +17,9 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import parse_with_the_cli
-from rendered_chart import CHART, Release, Renderer
+from rendered_chart import CHART, ROOT, Release, Renderer
 
+from antiphon.cluster.cli_config import check_file
 from antiphon.cluster.process_plan import plan_processes
 from antiphon.configs.deployment_file import load_deployment
 
@@ -80,6 +82,29 @@ def test_the_deployment_file_is_one(release: Release, tmp_path: Path) -> None:
         assert path is None or str(Path(path).parent) in mounts
     scheme = "HTTPS" if config.router.tls_certificate_file else "HTTP"
     assert router["readinessProbe"]["httpGet"]["scheme"] == scheme
+
+
+@pytest.mark.parametrize("name", ["two-gpus", "h200-two-nodes"])
+def test_the_file_can_be_checked_before_anything_is_installed(
+    name: str, render: Renderer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As docs/operations/kubernetes.md says, with the pipe's first command having been run already."""
+    page = (ROOT / "docs/operations/kubernetes.md").read_text()
+    (block,) = (b for b in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "antiphon config check" in b)
+    template, rest = block.split("|", maxsplit=1)
+    assert template.split()[-2:] == ["--show-only", "templates/configmaps.yaml"]
+    pipe, check = rest.strip().rsplit("\n", maxsplit=1)
+    release = render(f"{name}-values.yaml")
+    manifests = yaml.safe_dump_all(release.of_kind("ConfigMap"), sort_keys=False)
+    ours = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # its python3 has yaml
+    subprocess.run(["bash", "-c", pipe], input=manifests, text=True, cwd=tmp_path, env=ours, check=True)
+    parse_with_the_cli(shlex.split(check)[1:])
+    check_file(tmp_path / shlex.split(check)[-1], gpu_memory_gib=139, node_gpus=8)
+    offered = (
+        int(group["rayStartParams"]["num-gpus"]) * group.get("replicas", 1)
+        for group in release.groups().values()
+    )
+    assert f", {sum(offered)} GPUs of 139 GiB" in capsys.readouterr().out
 
 
 def test_the_config_of_a_pool_reaches_the_file(render: Renderer, tmp_path: Path) -> None:
