@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <random>
 #include <thread>
@@ -202,18 +203,33 @@ UNSEEN inline void exchange(Value mine, Value (&all)[32], bool orders_memory = f
   for (int i = 0; i < 32; ++i) std::memcpy(&all[i], warp.values[set][i], sizeof mine);
 }
 
-UNSEEN inline float e4m3(uint8_t code) {
-  static const std::vector<float> table = [] {
-    std::vector<float> values(256);
-    for (int i = 0; i < 256; ++i) {
-      const int exponent = i >> 3 & 15, mantissa = i & 7;
-      float value = exponent == 0 ? std::ldexp(mantissa / 8.0f, -6) : std::ldexp(1.0f + mantissa / 8.0f, exponent - 7);
-      if ((i & 127) == 127) value = std::nanf("");
-      values[i] = i & 128 ? -value : value;
+// What the codes of e4m3 stand for. Known to the compiler: the emulation looks there more often than anywhere else.
+struct E4m3Values {
+  float of[256] = {};
+
+  constexpr E4m3Values() {
+    for (int code = 0; code < 256; ++code) {
+      const int exponent = code >> 3 & 15, mantissa = code & 7;
+      float value = (exponent == 0 ? mantissa : 8 + mantissa) * 0x1p-9f;
+      for (int i = 1; i < exponent; ++i) value *= 2.0f;
+      if ((code & 127) == 127) value = std::numeric_limits<float>::quiet_NaN();
+      of[code] = code & 128 ? -value : value;
     }
-    return values;
-  }();
-  return table[code];
+  }
+};
+inline constexpr E4m3Values kE4m3;
+UNSEEN inline float e4m3(uint8_t code) { return kE4m3.of[code]; }
+
+// d (+)= rows x columns^T over 32 elements of K, of which each lane of a warp holds two rows of N / 4 columns. columns is
+// turned, [k][column], so that the compiler takes several columns at a time; each sum still grows in the order of k.
+template <int COLUMNS>
+[[gnu::optimize("O3")]] UNSEEN void multiply(const float (&rows)[2][32], const float (&columns)[32][COLUMNS],
+                                             float (&sums)[2][COLUMNS]) {
+  for (int row = 0; row < 2; ++row) {
+    for (int n = 0; n < COLUMNS; ++n) sums[row][n] = 0.0f;
+    for (int k = 0; k < 32; ++k)
+      for (int n = 0; n < COLUMNS; ++n) sums[row][n] += rows[row][k] * columns[k][n];
+  }
 }
 
 UNSEEN inline float bf16(uint32_t word, int which) {
@@ -512,21 +528,21 @@ inline void wgmma_e4m3(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b)
     for (int k = 0; k < 32; ++k)
       rows[half][k] = on_host::e4m3(
           static_cast<uint8_t>(all[g * 4 + k % 16 / 4].a[half + k / 16 * 2] >> (8 * (k % 4))));
-  for (int j = 0; j < N / 8; ++j) {
-    for (int c = 0; c < 2; ++c) {
-      const int n = 8 * j + 2 * t + c;
-      const uint8_t* column = base + n / 8 * row_stride + n % 8 * 16;
-      for (int half = 0; half < 2 && g == 0; ++half) races::read_by_product(column + half * k_stride, 16);
-      float upper = 0.0f, lower = 0.0f;
-      for (int k = 0; k < 32; ++k) {
-        const float x = on_host::e4m3(column[k / 16 * k_stride + k % 16]);
-        upper += rows[0][k] * x;
-        lower += rows[1][k] * x;
-      }
-      d[j][c] = (ACCUMULATE ? d[j][c] : 0.0f) + upper;
-      d[j][c + 2] = (ACCUMULATE ? d[j][c + 2] : 0.0f) + lower;
+  float columns[32][N / 4], sums[2][N / 4];
+  for (int i = 0; i < N / 4; ++i) {
+    const int n = i / 2 * 8 + 2 * t + i % 2;
+    const uint8_t* column = base + n / 8 * row_stride + n % 8 * 16;
+    for (int half = 0; half < 2; ++half) {
+      if (g == 0) races::read_by_product(column + half * k_stride, 16);
+      for (int k = 0; k < 16; ++k) columns[half * 16 + k][i] = on_host::e4m3(column[half * k_stride + k]);
     }
   }
+  on_host::multiply(rows, columns, sums);
+  for (int i = 0; i < N / 4; ++i)
+    for (int row = 0; row < 2; ++row) {
+      float& at = d[i / 2][i % 2 + 2 * row];
+      at = (ACCUMULATE ? at : 0.0f) + sums[row][i];
+    }
 }
 
 template <int COUNT>
@@ -560,22 +576,20 @@ inline void wgmma_e4m3_registers(float* d, const uint32_t* a, uint64_t b, int ac
     for (int k = 0; k < 32; ++k)
       weights[half][k] = on_host::e4m3(
           static_cast<uint8_t>(all[g * 4 + k % 16 / 4].a[half + k / 16 * 2] >> (8 * (k % 4))));
-  for (int j = 0; j < N / 8; ++j) {
-    for (int c = 0; c < 2; ++c) {
-      const int n = 8 * j + 2 * t + c;
-      float x[32], upper = 0.0f, lower = 0.0f;
-      for (int half = 0; half < 2; ++half) {
-        const uint8_t* chunk = rows + n * 128 + ((offset / 16 + half) ^ (n % 8)) * 16;
-        for (int k = 0; k < 16; ++k) x[half * 16 + k] = on_host::e4m3(chunk[k]);
-      }
-      for (int k = 0; k < 32; ++k) {
-        upper += weights[0][k] * x[k];
-        lower += weights[1][k] * x[k];
-      }
-      d[4 * j + c] = (accumulate ? d[4 * j + c] : 0.0f) + upper;
-      d[4 * j + c + 2] = (accumulate ? d[4 * j + c + 2] : 0.0f) + lower;
+  float columns[32][N / 4], sums[2][N / 4];
+  for (int i = 0; i < N / 4; ++i) {
+    const int n = i / 2 * 8 + 2 * t + i % 2;
+    for (int half = 0; half < 2; ++half) {
+      const uint8_t* chunk = rows + n * 128 + ((offset / 16 + half) ^ (n % 8)) * 16;
+      for (int k = 0; k < 16; ++k) columns[half * 16 + k][i] = on_host::e4m3(chunk[k]);
     }
   }
+  on_host::multiply(weights, columns, sums);
+  for (int i = 0; i < N / 4; ++i)
+    for (int row = 0; row < 2; ++row) {
+      float& at = d[i / 2 * 4 + i % 2 + 2 * row];
+      at = (accumulate ? at : 0.0f) + sums[row][i];
+    }
 }
 
 // Both operands in shared memory, swizzled. A warp takes 16 of the 64 rows.
@@ -594,17 +608,17 @@ inline void wgmma_e4m3_shared(float* d, uint64_t a, uint64_t b, int accumulate) 
   };
   float rows[2][32], column[32];
   for (int half = 0; half < 2; ++half) read(a, warp * 16 + g + 8 * half, rows[half]);
-  for (int j = 0; j < N / 8; ++j) {
-    for (int c = 0; c < 2; ++c) {
-      read(b, 8 * j + 2 * t + c, column);
-      for (int half = 0; half < 2; ++half) {
-        float sum = 0.0f;
-        for (int k = 0; k < 32; ++k) sum += rows[half][k] * column[k];
-        float& at = d[4 * j + 2 * half + c];
-        at = (accumulate ? at : 0.0f) + sum;
-      }
-    }
+  float columns[32][N / 4], sums[2][N / 4];
+  for (int i = 0; i < N / 4; ++i) {
+    read(b, i / 2 * 8 + 2 * t + i % 2, column);
+    for (int k = 0; k < 32; ++k) columns[k][i] = column[k];
   }
+  on_host::multiply(rows, columns, sums);
+  for (int i = 0; i < N / 4; ++i)
+    for (int row = 0; row < 2; ++row) {
+      float& at = d[i / 2 * 4 + i % 2 + 2 * row];
+      at = (accumulate ? at : 0.0f) + sums[row][i];
+    }
 }
 inline void wgmma_e4m3_n128(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
   wgmma_e4m3_shared<128>(d, a, b, accumulate);
