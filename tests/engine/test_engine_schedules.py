@@ -230,12 +230,23 @@ class Schedule:
             assert spoken == []
             assert end.reason in (FinishReason.STOP, FinishReason.ABORT, FinishReason.DEADLINE)
             return
-        expected = self.decode_model.expected(request, self.decode.settings.max_sequence_tokens)
+        expected = self.expected(request)
         if end.reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert spoken == expected
         else:
             assert end.reason in (FinishReason.ABORT, FinishReason.DEADLINE)
             assert spoken == expected[: len(spoken)]
+
+    def expected(self, request: EngineRequest) -> list[int]:
+        """What it must say in whatever way it is run, so that it is worked out once for all of them."""
+        limit = self.decode.settings.max_sequence_tokens
+        if (request, limit) not in EXPECTED:
+            EXPECTED[request, limit] = self.decode_model.expected(request, limit)
+        return EXPECTED[request, limit]
+
+
+EXPECTED: dict[tuple[EngineRequest, int], list[int]] = {}
+"""Request and the longest sequence -> its tokens."""
 
 
 STYLES: tuple[dict[str, Any], ...] = (

@@ -8,6 +8,7 @@ say is also computed without pages, from the token ids alone: ``FakeModel.expect
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +43,8 @@ def fake_config(layers: int = 4) -> GptOssConfig:
     )
 
 
-def _mark(tokens: Tensor, positions: Tensor, layer: int | Tensor) -> Tensor:
-    """What one key contributes to a query that sees it; int64."""
+def _mark(tokens: Any, positions: Any, layer: Any) -> Any:
+    """What one key contributes to a query that sees it; of integers, or of int64 tensors."""
     return (tokens * 37 + positions * 101 + layer * 13 + 5) ** 2 % _MODULUS * (positions % 7 + 1)
 
 
@@ -87,10 +88,13 @@ class FakeModel:
             first_query = length - (end - begin)
             first = 0 if window is None else max(0, first_query - window + 1)
             place = torch.arange(first, length)
-            keys = pages[group.block_table[row, place // PAGE].long(), 0, 0, place % PAGE]
-            values = pages[group.block_table[row, place // PAGE].long(), 0, 1, place % PAGE]
+            written = pages[group.block_table[row, place // PAGE].long(), 0, :, place % PAGE]
+            keys, values = written[:, 0], written[:, 1]
             assert torch.equal(values, -keys), "a page holds half of a write"
             marks = _mark(keys[:, 0].long(), keys[:, 1].long(), keys[:, 2].long() + layer)
+            if end - begin == 1:  # which sees all of them
+                hashes[begin] += marks.sum()
+                continue
             query = torch.arange(first_query, length)
             seen = place[None, :] <= query[:, None]
             if window is not None:
@@ -108,15 +112,16 @@ class FakeModel:
         assert request.sampling is not None
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         output = list(request.output_token_ids)
+        layers = range(self.config.num_hidden_layers)
+        marks = [[_mark(token, place, 2 * layer) for place, token in enumerate(tokens)] for layer in layers]
         while len(output) < request.sampling.max_tokens and len(tokens) < max_sequence_tokens:
-            ids, place = torch.tensor(tokens), torch.arange(len(tokens))
-            total = 0
-            for layer in range(self.config.num_hidden_layers):
-                marks = _mark(ids, place, 2 * layer)
-                total += int((marks[-WINDOW:] if self.config.is_sliding(layer) else marks).sum())
+            seen = (marks[i][-WINDOW:] if self.config.is_sliding(i) else marks[i] for i in layers)
+            total = sum(map(sum, seen))
             hidden = torch.tensor([[float(total % _MODULUS)]])
             token = sample(self.logits(hidden), [SamplingRow(request.sampling, output)])[0].token_id
             assert token is not None
+            for layer in layers:
+                marks[layer].append(_mark(token, len(tokens), 2 * layer))
             tokens.append(token)
             output.append(token)
             if token in request.sampling.stop_token_ids and not request.sampling.ignore_eos:
