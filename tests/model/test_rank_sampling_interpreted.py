@@ -71,7 +71,12 @@ def choose(
 
 
 def on_one_gpu(whole: Tensor, draws: Tensor | None = None) -> Tensor:
-    """By ``choose_tokens``, which knows no greedy rows among drawn ones."""
+    """By ``choose_tokens``, which knows no greedy rows among drawn ones.
+
+    Ids of weight zero behind the last one, up to a whole block, are never chosen. Without them blocks are as
+    short as the vocabulary's largest divisor, and there is a program for every few of them.
+    """
+    whole = torch.nn.functional.pad(whole, (0, -whole.shape[1] % vocabulary.BLOCK), value=-math.inf)
     sampled = torch.full((len(whole),), -1)
     best = choose_tokens(whole, sampled)
     if draws is None:
