@@ -12,8 +12,8 @@ def most_streamed(experts: int, widened_alone: bool) -> int:
     They lose nothing, and read the weights again for every 24 tokens of an expert. Whole steps and prompts on
     one H200, streamed and with weights widened to e4m3, ms: gpt-oss-20b 5.34 and 5.17 at 64 tokens, 5.76 and
     5.56 at 80, 6.41 and 5.74 at 96, 6.97 and 6.26 at 128, 12.3 and 9.09 at 256; -120b 20.4 and 20.2 at 128,
-    20.9 and 20.5 at 136, 25.2 and 21.2 at 160, 28.3 and 24.0 at 256. So e4m3 is taken from where it saves a
-    tenth, not for the 3 % before that.
+    21.3 and 20.8 at 144, 24.7 and 22.1 at 192. So e4m3 is taken from about where it saves a tenth, not for
+    the 3 % before that (docs/perf-log.md).
 
     Args:
         experts: of the model.
