@@ -17,6 +17,7 @@ from antiphon.router.openai.custom_calls import CustomCalls
 from antiphon.router.openai.generation_response import GenerationResponse
 from antiphon.router.openai.prompts import read_request, rendered
 from antiphon.router.openai.sampling import output_budget, sampling_params
+from antiphon.router.openai.sent_size import check_sent_size
 
 
 async def chat_completion(context: ApiContext, body: bytes) -> Response:
@@ -42,6 +43,7 @@ async def chat_completion(context: ApiContext, body: bytes) -> Response:
         vocabulary_size=context.formatter.vocabulary_size,
         grammar=prompt.grammar,
     )
+    check_sent_size(len(prompt.token_ids) * len(sampling), len(sampling), prompt.grammar)
     stops = request.stop_strings()
     answers = [
         ChatAnswer(

@@ -23,6 +23,7 @@ from antiphon.router.openai.generation_response import GenerationResponse
 from antiphon.router.openai.prompts import encoded, read_request
 from antiphon.router.openai.request_fields import MAX_CHOICES, refuse_unsupported
 from antiphon.router.openai.sampling import output_budget, sampling_params
+from antiphon.router.openai.sent_size import check_sent_size
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -42,7 +43,12 @@ async def text_completion(context: ApiContext, body: bytes) -> Response:
     sequences = [(prompt, sampling) for prompt in prompts for sampling in _sampling(context, request, prompt)]
     if len(sequences) > MAX_CHOICES:
         raise invalid(f"{len(sequences)} choices are asked for; {MAX_CHOICES} are possible.", "n")
-    echoes = [_text(context, prompt) if request.echo else "" for prompt, _ in sequences]
+    check_sent_size(sum(len(prompt) for prompt, _ in sequences), len(sequences))
+    echoes = [
+        echo
+        for prompt in prompts
+        for echo in [_text(context, prompt) if request.echo else ""] * (request.n or 1)
+    ]
     answers = [
         CompletionAnswer(
             context.formatter,

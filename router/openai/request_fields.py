@@ -17,6 +17,8 @@ from antiphon.router.openai.errors import ApiError, invalid, unsupported
 MAX_STOP_STRINGS = 4
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+"""Every choice takes them along to its worker, which looks at them in every step."""
 _INT64 = 1 << 63
 Count = Annotated[int, Field(ge=0, lt=_INT64)]
 PositiveCount = Annotated[int, Field(ge=1, lt=_INT64)]
@@ -73,8 +75,11 @@ class SamplingFields(ApiModel):
     """Choices per prompt."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    """Token id (as text) to what is added to its logit."""
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)]
+        | None
+    ) = None
+    """Token id (as text) to what is added to its logit; up to 1,024 of them."""
     min_tokens: Count | None = None
     """No stop token before so many output tokens."""
     ignore_eos: bool | None = None

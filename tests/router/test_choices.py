@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from antiphon.protocol.messages import GenerateRequest, PrefillRequest
+import pytest
+
+from antiphon.protocol.codec import encode
+from antiphon.protocol.link_settings import LinkSettings
+from antiphon.protocol.messages import GenerateRequest, PrefillRequest, SamplingParams
 from antiphon.router.byte_format import CONTENT, byte_answer
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+from antiphon.router.harmony.formatter import HarmonyFormatter
+from antiphon.router.openai.request_fields import MAX_CHOICES, MAX_LOGIT_BIASES
+from antiphon.router.openai.sent_size import MAX_SENT_BYTES
+from antiphon.router.served_model import ServedModel
 
 ANSWER = byte_answer((CONTENT, "hello there"))
 
@@ -57,3 +65,61 @@ async def test_a_choice_that_is_tried_again_stands_on_its_own(deploy):
     again = [message for message in asked(deployment, GenerateRequest, "d") if message.attempt]
     assert again
     assert {message.fork_of for message in again} == {""}
+
+
+LONG = ServedModel(name="tiny", max_context_tokens=131_072, created=0, fingerprint="fp")
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/completions", {"prompt": [5] * 131_000, "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 131_000}]}),
+    ],
+)
+async def test_a_long_prompt_has_fewer_choices(deploy, path, prompt):
+    """Each takes the prompt to its worker, whose link is given up where too much waits in it."""
+    deployment = await deploy(ScriptedGateway(lambda _: ANSWER), LONG)
+    response = await deployment.http.post(path, json={"model": "tiny", "n": 33, **prompt})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "n"
+    assert "32 are possible" in response.json()["error"]["message"]
+    assert not asked(deployment, GenerateRequest, "d")
+    response = await deployment.http.post(path, json={"model": "tiny", "n": 32, **prompt})
+    assert response.status_code == 200, response.text
+    assert len(asked(deployment, GenerateRequest, "d")) == 32
+
+
+async def test_a_large_schema_has_fewer_choices(deploy):
+    deployment = await deploy(ScriptedGateway(lambda _: ANSWER), LONG, HarmonyFormatter())
+    schema = {"type": "object", "properties": {"x": {"enum": ["y" * 60_000]}}}
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "strict": True, "parameters": schema}}
+        for i in range(4)
+    ]
+    for n, status in ((128, 400), (1, 200)):
+        response = await deployment.chat(tools=tools, n=n)
+        assert response.status_code == status, response.text
+        assert len(asked(deployment, GenerateRequest, "d")) == (status == 200)
+        assert status == 200 or response.json()["error"]["param"] == "n"
+
+
+async def test_biases_are_bounded(deploy):
+    """Those of a whole vocabulary, for many choices, would be hundreds of megabytes."""
+    deployment = await deploy(ScriptedGateway(lambda _: ANSWER), LONG, HarmonyFormatter())
+    biases = {str(i): 0.5 for i in range(MAX_LOGIT_BIASES)}
+    response = await deployment.chat(n=128, logit_bias={**biases, "200000": 0.5})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "logit_bias"
+    assert not asked(deployment, GenerateRequest, "d")
+    assert (await deployment.chat(n=128, logit_bias=biases)).status_code == 200
+    sent = asked(deployment, GenerateRequest, "d")
+    assert [len(message.sampling.logit_bias) for message in sent] == [MAX_LOGIT_BIASES] * 128
+
+
+def test_what_one_request_sends_fits_into_a_link_several_times():
+    biases = tuple((201_087 - i, -99.5) for i in range(MAX_LOGIT_BIASES))
+    sampling = SamplingParams(max_tokens=131_072, seed=1 << 62, logit_bias=biases)
+    prompt = [201_087] * (MAX_SENT_BYTES // MAX_CHOICES // 5)
+    one = encode(GenerateRequest("chatcmpl-0", 0, prompt, [], sampling))
+    assert 2 * MAX_CHOICES * len(one) < LinkSettings().max_unacknowledged_bytes
