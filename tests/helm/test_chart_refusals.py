@@ -27,6 +27,11 @@ RULES: tuple[tuple[str, dict[str, object], str], ...] = (
     ("cpu-demo", {"prefill.gpu.count": 1}, "leave it null or make it 0"),
     ("h200-one-node", {"placement.pod.gpu.count": 4}, "need 8"),
     ("h200-two-nodes", {"decode.config.gpu_share": 0.5}, "a worker in a pod of its own has a GPU to itself"),
+    (
+        "h200-one-node",
+        {"prefill.replicas": 1, "prefill.tensorParallel": 4, "prefill.config.gpu_share": 0.5},
+        "only a worker of one rank can share its GPU; prefill.tensorParallel is 4",
+    ),
     ("h200-one-node", {"placement.pods": 2}, "cannot be dealt out evenly"),
     ("cpu-demo", {"transfer.path": "cuda_ipc"}, "needs prefill.device and decode.device cuda"),
     ("h200-two-nodes", {"transfer.path": "cuda_ipc"}, "needs placement.mode samePod, or"),
