@@ -17,7 +17,9 @@ from antiphon.protocol.errors import AntiphonError
 from antiphon.router.schema_references import Schema, circular_part
 
 MAX_SCHEMA_BYTES = 64 * 1024
-"""Of a schema as JSON. Compiling holds the router, for up to about 0.1 s at this size."""
+"""Of a schema as JSON. Compiling takes up to about 0.1 s at this size."""
+MAX_SCHEMAS_BYTES = 512 * 1024
+"""Of all schemas that one answer may have to follow."""
 MAX_EXPRESSIONS = 100
 """Patterns and formats of a schema, which cost ten times what anything else does."""
 _MAX_PROBES = 500
@@ -43,8 +45,8 @@ class UnusableSchema(AntiphonError):
         self.path = path
 
 
-def check_schema(schema: Schema) -> None:
-    """Raise unless an output can be kept to the schema.
+def check_schema(schema: Schema) -> int:
+    """Raise unless an output can be kept to the schema; its bytes as JSON.
 
     Raises:
         UnusableSchema: says which part is at fault, and why.
@@ -58,6 +60,7 @@ def check_schema(schema: Schema) -> None:
     problem = _problem_of(text)
     if problem is not None:
         raise UnusableSchema(problem.reason, problem.path)
+    return len(text)
 
 
 @lru_cache(maxsize=128)

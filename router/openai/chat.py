@@ -7,7 +7,8 @@ import uuid
 
 from starlette.responses import Response
 
-from antiphon.router.conversation import ToolChoiceMode
+from antiphon.router.conversation import Conversation, ToolChoiceMode
+from antiphon.router.formatter import ChatFormatter
 from antiphon.router.openai.chat_answer import ChatAnswer
 from antiphon.router.openai.chat_schema import ChatCompletionRequest
 from antiphon.router.openai.chat_translate import to_conversation
@@ -15,7 +16,7 @@ from antiphon.router.openai.chat_writer import ChatChoices, ChatDocument, ChatId
 from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.custom_calls import CustomCalls
 from antiphon.router.openai.generation_response import GenerationResponse
-from antiphon.router.openai.prompts import read_request, rendered
+from antiphon.router.openai.prompts import read_request, rendered, translation_size
 from antiphon.router.openai.sampling import output_budget, sampling_params
 from antiphon.router.openai.sent_size import check_sent_size
 
@@ -30,7 +31,8 @@ async def chat_completion(context: ApiContext, body: bytes) -> Response:
     request = await read_request(context, ChatCompletionRequest, body)
     context.check_model(request.model)
     context.check_room(request.n or 1, request.priority, request.timeout_s, received_at)
-    conversation, dropped = to_conversation(request)
+    size = translation_size(0, request.followed_schemas())
+    conversation, dropped = await context.encoding.run(size, _translate, request, held_bytes=len(body))
     count_dropped_tools(context, dropped)
     prompt = await rendered(context, conversation, "messages", len(body))
     limit = context.model.max_context_tokens
@@ -73,6 +75,10 @@ async def chat_completion(context: ApiContext, body: bytes) -> Response:
         grammar=prompt.grammar,
         on_timing=choices.counts.take_timing if request.reports_timing() else None,
     )
+
+
+def _translate(_: ChatFormatter, request: ChatCompletionRequest) -> tuple[Conversation, list[str]]:
+    return to_conversation(request)
 
 
 KNOWN_HOSTED_TOOLS = frozenset(

@@ -190,6 +190,23 @@ class ChatCompletionRequest(SamplingFields, ApiModel):
         """The limit the client named, if any."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
+    def followed_schemas(self) -> list[JsonValue]:
+        """The schemas and the grammars that the answer may have to follow."""
+        forced = self.tool_choice not in (None, "auto", "none")
+        tools = self.tools or ()
+        schemas: list[JsonValue] = [
+            tool.function.parameters
+            for tool in tools
+            if tool.function is not None and (forced or tool.function.strict)
+        ]
+        formats = [tool.custom.format for tool in tools if tool.custom is not None]
+        schemas += [
+            form.grammar.definition for form in formats if form is not None and form.grammar is not None
+        ]
+        if self.response_format is not None and self.response_format.json_schema is not None:
+            schemas.append(self.response_format.json_schema.schema_)
+        return schemas
+
 
 UNSUPPORTED_FIELDS = (
     "audio",

@@ -17,7 +17,7 @@ from antiphon.router.conversation import (
     ToolDefinition,
 )
 from antiphon.router.demands import demands_of
-from antiphon.router.json_schemas import UnusableSchema, check_schema, lark_problem
+from antiphon.router.json_schemas import MAX_SCHEMAS_BYTES, UnusableSchema, check_schema, lark_problem
 from antiphon.router.openai.chat_schema import (
     HARMLESS_VALUES,
     UNSUPPORTED_FIELDS,
@@ -285,12 +285,15 @@ def check_schemas(conversation: Conversation, format_path: str, parameters_paths
         if call.lark is not None and (problem := lark_problem(call.lark)) is not None:
             raise unusable_grammar(parameters_paths[call.name], problem)
     custom = {tool.name for tool in conversation.tools if tool.custom}
+    size = 0
     for name, schema in () if demands is None else demands.schemas():
         path = format_path if name is None else parameters_paths[name]
         if name is not None and schema["type"] != "object":
             raise invalid(f"'{path}.type' must be 'object'.", f"{path}.type", "invalid_json_schema")
         try:
-            check_schema(schema)
+            size += check_schema(schema)
+            if size > MAX_SCHEMAS_BYTES:
+                raise UnusableSchema(f"with those before it, it is longer than {MAX_SCHEMAS_BYTES} bytes")
         except UnusableSchema as error:
             if name in custom:
                 raise unusable_grammar(path, error.reason) from None

@@ -11,6 +11,9 @@ from array import array
 from collections.abc import Sequence
 from typing import TypeVar
 
+import orjson
+from pydantic import JsonValue
+
 from antiphon.router.conversation import Conversation
 from antiphon.router.encoding_pool import PARSED_PER_ENCODED
 from antiphon.router.formatter import ChatFormatter, InvalidPrompt, RenderedPrompt
@@ -19,7 +22,20 @@ from antiphon.router.openai.errors import invalid
 from antiphon.router.openai.prompt_length import conversation_texts, refuse_hopeless
 from antiphon.router.openai.request_fields import ApiModel, parse_body
 
+_ENCODED_PER_COMPILED = 16
+"""So many characters are encoded in the time in which one byte of a schema is compiled."""
+
 Request = TypeVar("Request", bound=ApiModel)
+
+
+def translation_size(read_bytes: int, schemas: Sequence[JsonValue]) -> int:
+    """How long it takes to make a conversation of a request, as the characters that are encoded meanwhile.
+
+    Args:
+        read_bytes: of JSON, which are read for it.
+        schemas: those, and the grammars, that the answer may have to follow.
+    """
+    return read_bytes // PARSED_PER_ENCODED + len(orjson.dumps(schemas)) * _ENCODED_PER_COMPILED
 
 
 async def read_request(context: ApiContext, model: type[Request], body: bytes) -> Request:

@@ -9,7 +9,6 @@ import orjson
 from starlette.responses import Response
 
 from antiphon.router.conversation import Conversation
-from antiphon.router.encoding_pool import PARSED_PER_ENCODED
 from antiphon.router.formatter import ChatFormatter
 from antiphon.router.harmony.responses_input import ResponsesPrompt, check_call_ids, responses_conversation
 from antiphon.router.openai.chat import count_dropped_tools
@@ -19,7 +18,7 @@ from antiphon.router.openai.context import ApiContext
 from antiphon.router.openai.custom_calls import CustomCalls
 from antiphon.router.openai.errors import invalid, unsupported
 from antiphon.router.openai.generation_response import GenerationResponse
-from antiphon.router.openai.prompts import read_request, rendered
+from antiphon.router.openai.prompts import read_request, rendered, translation_size
 from antiphon.router.openai.request_fields import parse_body, refuse_unsupported
 from antiphon.router.openai.response_store import JsonObject, StoredResponse
 from antiphon.router.openai.responses_document import ResponseFacts
@@ -121,7 +120,7 @@ async def _conversation(
     # The request's own items first and alone, so that an error names their place in the request.
     documents = [orjson.dumps({**fields, "input": items}) for items in ([*resolved.own], resolved.items())]
     held_bytes = sum(map(len, documents))
-    size = held_bytes // PARSED_PER_ENCODED
+    size = translation_size(held_bytes, request.followed_schemas())
     conversation, dropped = await context.encoding.run(
         size, _read_items, documents, len(resolved.history), held_bytes=held_bytes
     )

@@ -74,6 +74,14 @@ class ResponsesRequest(SamplingFields):
     prompt: JsonValue = None
     repetition_penalty: JsonValue = None
 
+    def followed_schemas(self) -> list[JsonValue]:
+        """The schemas and the grammars that the answer may have to follow."""
+        forced = self.tool_choice not in (None, "auto", "none")
+        tools = self.tools or ()
+        schemas = [tool.get("parameters") for tool in tools if forced or tool.get("strict")]
+        schemas += [tool.get("format") for tool in tools]
+        return [*schemas, None if self.text is None else self.text.format]
+
 
 UNSUPPORTED_FIELDS = ("background", "context_management", "conversation", "prompt", "repetition_penalty")
 HARMLESS_VALUES: dict[str, JsonValue] = {"background": False, "repetition_penalty": 1.0}

@@ -11,10 +11,14 @@ from antiphon.protocol.grammar import JsonSchema
 from antiphon.protocol.messages import Finish, FinishReason, GenerateRequest
 from antiphon.router.byte_format import CONTENT, byte_answer
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
+from antiphon.router.json_schemas import check_schema
+from antiphon.router.openai import chat_translate
+from antiphon.router.served_model import ServedModel
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 BAD = {"type": "object", "properties": {"a": {"not": {}}}}
 JSON_ANSWER = '{"a": 1}'
+ROOMY = ServedModel(name="tiny", max_context_tokens=1_000_000, created=0, fingerprint="fp")
 
 
 def schemas_sent(deployment: Any) -> list[Any]:
@@ -196,6 +200,70 @@ async def test_allowed_tools_of_a_response_that_mean_nothing_name_the_field(depl
     response = await deployment.http.post("/v1/responses", json=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+def large(size: int) -> dict[str, Any]:
+    """A schema of so many bytes."""
+    return {"type": "object", "properties": {"x": {"enum": ["y" * size]}}}
+
+
+def flat(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", **tool["function"]}
+
+
+@pytest.mark.parametrize(
+    ("size", "fields"),
+    [
+        (4000, {"response_format": chat_format(large(4000))}),
+        (4000, {"tools": [function("f", large(4000), strict=True)]}),
+        (4000, {"tools": [function("f", large(4000))], "tool_choice": "required"}),
+        (4000, {"tools": [function("f", large(4000))], "tool_choice": allowed("required", "f")}),
+        (100, {"tools": [function("f", large(100), strict=True)]}),
+    ],
+)
+@pytest.mark.parametrize("api", ["chat", "responses"])
+async def test_large_schemas_are_compiled_beside_the_streams(deploy, monkeypatch, api, size, fields):
+    """One of 64 KiB takes a tenth of a second, in which the loop would do nothing for anybody."""
+    deployment = await deploy(ScriptedGateway(lambda _: byte_answer((CONTENT, JSON_ANSWER))), ROOMY)
+    on_the_loop = []
+
+    def noted(schema: Any) -> int:
+        on_the_loop.append(len(json.dumps(schema)))
+        return check_schema(schema)
+
+    monkeypatch.setattr(chat_translate, "check_schema", noted)
+    if api == "chat":
+        response = await deployment.chat(**fields)
+    else:
+        body: dict[str, Any] = {"model": "tiny", "input": "hi", **fields}
+        body["tools"] = [flat(tool) for tool in fields.get("tools", ())]
+        if (form := body.pop("response_format", None)) is not None:
+            body["text"] = {"format": {"type": "json_schema", **form["json_schema"]}}
+        if isinstance(body.get("tool_choice"), dict):
+            body["tool_choice"] = {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [flat(function("f"))],
+            }
+        response = await deployment.http.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    assert len(json.dumps(schemas_sent(deployment))) > size
+    assert bool(on_the_loop) is (size < 1000)
+
+
+async def test_all_schemas_together_are_bounded(deploy):
+    deployment = await deploy(ScriptedGateway(lambda _: byte_answer((CONTENT, JSON_ANSWER))), ROOMY)
+    tools = [function(f"f{i}", large(60_000), strict=True) for i in range(9)]
+    assert (await deployment.chat(tools=tools[:8])).status_code == 200
+    for path, body in (
+        ("tools[8].function.parameters", {"messages": [{"role": "user", "content": "hi"}], "tools": tools}),
+        ("tools[8].parameters", {"input": "hi", "tools": [flat(tool) for tool in tools]}),
+    ):
+        url = "/v1/responses" if "input" in body else "/v1/chat/completions"
+        response = await deployment.http.post(url, json={"model": "tiny", **body})
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == (path, "invalid_json_schema")
 
 
 async def test_nothing_is_demanded_without_a_demand(deployment):
