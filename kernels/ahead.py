@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -30,6 +31,7 @@ from triton.runtime.jit import JITFunction
 from antiphon.kernels.cuda_library import KernelLibraryError, library_folders
 
 TARGET = GPUTarget("cuda", 90, 32)
+_DRIVER = "libcuda.so.1"
 
 
 def triton_folder() -> Path:
@@ -129,11 +131,14 @@ def build_driver_module(folder: Path) -> Path:
         found = _cached_driver_module(source, name)
         if found is not None:
             return found
-        library = Path(scratch) / "libcuda.so.1"  # stands for the driver's, which only has to be named
+        library = Path(scratch) / _DRIVER  # stands for the driver's, which only has to be named
+        stub_source = library.with_suffix(".c")
+        # Linkers that are told to name only what is needed ask what is in it.
+        stub_source.write_text("".join(f"void {each}(void) {{}}\n" for each in _driver_functions(source)))
         compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
         if compiler is None:
             raise KernelLibraryError("no C compiler on the PATH for Triton's driver module")
-        stub = [compiler, "-shared", "-x", "c", "/dev/null", "-Wl,-soname,libcuda.so.1", "-o", str(library)]
+        stub = [compiler, "-shared", str(stub_source), f"-Wl,-soname,{_DRIVER}", "-o", str(library)]
         try:
             subprocess.run(stub, check=True, capture_output=True)
             compile_module_from_src(
@@ -145,8 +150,11 @@ def build_driver_module(folder: Path) -> Path:
             )
         except subprocess.CalledProcessError as error:
             raise KernelLibraryError(f"Triton's driver module was not compiled: {error}") from error
-        except ImportError:
-            pass  # it is compiled; only a machine with the driver's library can load it
+        except ImportError as error:
+            if _DRIVER not in str(
+                error
+            ):  # it is compiled; only a machine with the driver's library can load it
+                raise KernelLibraryError(f"Triton's driver module cannot be loaded: {error}") from error
         compiled = get_cache_manager(_driver_key(source, platform_key())).get_file(name)
         if compiled is None:
             raise KernelLibraryError(f"Triton's driver module is not in {folder} after it was compiled")
@@ -154,6 +162,11 @@ def build_driver_module(folder: Path) -> Path:
         for platform in _platforms():
             get_cache_manager(_driver_key(source, platform)).put(module, name, binary=True)
     return Path(compiled)
+
+
+def _driver_functions(source: str) -> list[str]:
+    """What of the driver's functions the module may call."""
+    return sorted(set(re.findall(r"\bcu[A-Z]\w*(?=\()", source)))
 
 
 def _cached_driver_module(source: str, name: str) -> Path | None:

@@ -157,6 +157,37 @@ def test_the_module_that_launches_is_compiled_without_a_gpu(tmp_path: Path) -> N
     assert Path(first).stat().st_size > 10_000
 
 
+LOADED = """
+import importlib.util, sys
+from importlib.machinery import ExtensionFileLoader
+
+loader = ExtensionFileLoader("cuda_utils", sys.argv[1])
+loader.exec_module(importlib.util.module_from_spec(importlib.util.spec_from_loader("cuda_utils", loader)))
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
+def test_the_module_that_launches_brings_the_driver_s_library_along(tmp_path: Path) -> None:
+    """Otherwise it only loads where another library has done so, and Triton compiles it again: not without a
+    compiler. A stand-in has what the module calls."""
+    (module,) = run(tmp_path, "print(ahead.build_driver_module(ahead.triton_folder()))")
+    symbols = subprocess.run(
+        ["nm", "-D", "--undefined-only", module], capture_output=True, text=True, check=True
+    )
+    called = re.findall(r"U (cu[A-Z]\w+)", symbols.stdout)
+    assert len(called) > 10
+    source, library = tmp_path / "stand_in.c", tmp_path / "libcuda.so.1"
+    source.write_text("".join(f"void {name}(void) {{}}\n" for name in called))
+    subprocess.run(
+        ["gcc", "-shared", str(source), "-Wl,-soname,libcuda.so.1", "-o", str(library)], check=True
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, module], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 KEPT = """
 import hashlib
 from pathlib import Path
