@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 
 from antiphon.benchmarks.records import Layout, Record, checkout_commit, now
 from antiphon.configs.workers import standard_graphed_chunks
@@ -100,7 +101,7 @@ class Bench:
             value=round(value_ms, 4),
             unit="ms",
             floor=round(floor_ms, 4),
-            extra=extra,
+            extra={**extra, "torch": torch.__version__, "triton": triton.__version__},
             batch=point.get("batch"),
             input_tokens=point.get("input_tokens"),
             context=point.get("context"),

@@ -110,6 +110,7 @@ def test_a_toy_run_says_what_it_measured(tmp_path: Path, capsys: pytest.CaptureF
     decode_one, decode_three, prefill = json.loads(out.read_text())
     assert (decode_one["bench"], decode_one["batch"], decode_one["context"]) == ("decode_step", 1, 130)
     assert decode_one["expert_spread"] == 1.0, "one token touches as many experts as it has"
+    assert decode_one["torch"] == torch.__version__
     assert 0.3 < decode_three["expert_spread"] < 1.5
     assert (prefill["bench"], prefill["input_tokens"], prefill["unit"]) == ("prefill", 200, "ms")
     for record in (decode_one, decode_three, prefill):
