@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import yaml
 from left_behind import assert_nothing_left, environment_of, private_home, shared_memory_of
 
 from antiphon.benchmarks.split.host import free_ports
+from antiphon.cluster.cli import main
 from antiphon.configs.schema import DeploymentConfig
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # a crowded machine starts processes slowly
@@ -47,6 +49,25 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """The same in this process: of commands that start nothing."""
+
+    def called(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["antiphon", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        return subprocess.CompletedProcess(sys.argv, int(ended.value.code or 0), out, err)
+
+    return called
+
+
 def assert_one_line_error(result: subprocess.CompletedProcess[str], *says: str) -> None:
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if line.startswith("antiphon: ")]
@@ -67,19 +88,20 @@ def change(config_file: Path, dotted: str, value: object) -> Path:
     return config_file
 
 
-def test_unknown_key_is_named(config_file: Path) -> None:
+def test_unknown_key_is_named(config_file: Path, run_here: Run) -> None:
     change(config_file, "decode.max_batch", 4)
-    for command in (("serve", "--config"), ("config", "check"), ("config", "show")):
+    commands = ((run, "serve", "--config"), (run_here, "config", "check"), (run_here, "config", "show"))
+    for asked, *command in commands:
         assert_one_line_error(
-            run(*command, str(config_file)), str(config_file), "decode.max_batch", "unknown key"
+            asked(*command, str(config_file)), str(config_file), "decode.max_batch", "unknown key"
         )
 
 
-def test_unusable_layout_is_named(config_file: Path) -> None:
+def test_unusable_layout_is_named(config_file: Path, run_here: Run) -> None:
     change(config_file, "decode.tensor_parallel", 3)
-    for command in (("config", "check"), ("serve", "--config")):
+    for asked, *command in ((run_here, "config", "check"), (run, "serve", "--config")):
         assert_one_line_error(
-            run(*command, str(config_file)),
+            asked(*command, str(config_file)),
             "decode.tensor_parallel: 3",
             "does not divide num_attention_heads 8",
         )
@@ -90,13 +112,15 @@ def test_missing_model_is_named(config_file: Path, tmp_path: Path) -> None:
     assert_one_line_error(run("serve", "--config", str(config_file)), "nowhere", "no such folder")
 
 
-def test_truncated_checkpoint_is_named(config_file: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_truncated_checkpoint_is_named(
+    config_file: Path, checkpoint: Path, tmp_path: Path, run_here: Run
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint, broken)
     os.truncate(broken / "model.safetensors", 40_000_000)
     says = ("model.safetensors", "truncated")
     assert_one_line_error(run("serve", str(broken), "--config", str(config_file)), *says)
-    assert_one_line_error(run("checkpoint", "inspect", str(broken)), *says)
+    assert_one_line_error(run_here("checkpoint", "inspect", str(broken)), *says)
 
 
 def test_port_in_use_is_named(config_file: Path) -> None:
@@ -121,26 +145,28 @@ def test_chat_without_a_server_is_one_line() -> None:
     assert_one_line_error(run("chat", "hi", "--url", "http://127.0.0.1:9"), "http://127.0.0.1:9")
 
 
-def test_harmony_round_trip() -> None:
+def test_harmony_round_trip(run_here: Run) -> None:
     request = '{"messages": [{"role": "user", "content": "hi"}]}'
     rendered = run("harmony", "render", "--date", "2025-01-01", stdin=request)
     assert rendered.returncode == 0
     assert rendered.stdout.endswith("<|start|>user<|message|>hi<|end|><|start|>assistant\n")
-    parsed = run("harmony", "parse", stdin="<|channel|>final<|message|>ok<|return|>")
+    parsed = run_here("harmony", "parse", stdin="<|channel|>final<|message|>ok<|return|>")
     assert yaml.safe_load(parsed.stdout)["message"]["content"] == "ok"
-    assert_one_line_error(run("harmony", "render", stdin="{"), "not JSON")
+    assert_one_line_error(run_here("harmony", "render", stdin="{"), "not JSON")
 
 
-def test_synthesized_checkpoint_can_be_inspected(tmp_path: Path) -> None:
+def test_synthesized_checkpoint_can_be_inspected(tmp_path: Path, run_here: Run) -> None:
     made = run("checkpoint", "synthesize", "--like", "tiny", "--seed", "3", str(tmp_path / "made"))
     assert made.returncode == 0, made.stderr
-    seen = run("checkpoint", "inspect", str(tmp_path / "made"))
+    seen = run_here("checkpoint", "inspect", str(tmp_path / "made"))
     assert seen.returncode == 0
     assert "MXFP4" in seen.stdout
     assert_one_line_error(
-        run("checkpoint", "synthesize", "--like", "gpt-oss-1t", str(tmp_path / "no")), "gpt-oss-1t"
+        run_here("checkpoint", "synthesize", "--like", "gpt-oss-1t", str(tmp_path / "no")), "gpt-oss-1t"
     )
-    assert_one_line_error(run("checkpoint", "synthesize", "--device", "tpu", str(tmp_path / "no")), "tpu")
+    assert_one_line_error(
+        run_here("checkpoint", "synthesize", "--device", "tpu", str(tmp_path / "no")), "tpu"
+    )
     assert not (tmp_path / "no").exists()
 
 
