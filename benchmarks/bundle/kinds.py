@@ -39,7 +39,7 @@ class Kind:
         scripts: that it brings.
         entries: modules that run whole, and test files.
         commands: modules of which only what they import at once is loaded.
-        tools: distributions of other programs that they start.
+        tools: distributions of other programs that they start, or whose module a test asks for by name.
     """
 
     name: str
@@ -76,7 +76,7 @@ KINDS = {
                 *_benchmarks("kernels_chunk_fp8", "kernels_prefill", "fp8_pages"),
                 *(Path("tests/conftest.py"), *_gpu_tests()),
             ),
-            tools=("nvidia-cuda-sanitizer-api",),
+            tools=("nvidia-cuda-sanitizer-api", "gpt-oss", "safetensors"),
         ),
         Kind(
             "workers",

@@ -22,7 +22,8 @@ from antiphon.benchmarks.bundle.wheels import PYTHON, BundleError, fetch, withou
 from antiphon.benchmarks.records import checkout_commit, now
 
 LOCK = ROOT / "requirements/lock.txt"
-TOOLS = ROOT / "requirements/sanitizer.txt"
+TOOLS = tuple(ROOT / "requirements" / name for name in ("clients.txt", "sanitizer.txt"))
+"""Versions of what no worker needs."""
 CACHE = ROOT / ".cache/bundle"
 """Wheels of earlier bundles: nothing is fetched twice."""
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -76,7 +77,8 @@ def packed(items: Sequence[Item], part_mib: float) -> list[Item]:
 
 
 def _wheels(kind: str, cache: Path) -> list[tuple[Item, Path]]:
-    names, pins = packages_of(kind), locked(TOOLS) | locked(LOCK)
+    names = packages_of(kind)
+    pins = {name: version for file in (*TOOLS, LOCK) for name, version in locked(file).items()}
     if unpinned := sorted(names - pins.keys()):
         raise BundleError(f"{LOCK} has no version of {', '.join(unpinned)}")
     found = []

@@ -90,7 +90,9 @@ def test_what_the_machine_has_is_never_packed() -> None:
         packed = packages_of(kind)
         assert packed.isdisjoint({"torch", "triton", "numpy", "nixl-cu12"})
         assert {name for name in packed if name.startswith("nvidia-")} == {"nvidia-cuda-sanitizer-api"}
-        pinned = [locked(ROOT / "requirements" / name) for name in ("lock.txt", "sanitizer.txt")]
+        pinned = [
+            locked(ROOT / "requirements" / name) for name in ("lock.txt", "sanitizer.txt", "clients.txt")
+        ]
         assert packed <= set().union(*pinned)
 
 
