@@ -141,6 +141,17 @@ class RouterMetrics:
         )
         self.ready_pairs = gauge("ready_pairs", "Pairs of prefill and decode worker in use.")
 
+    def worker_gone(self, worker_id: str, role: str) -> None:
+        """The link to a worker ended: what was known of its load is so no longer, and it may never return."""
+        self.worker_up.labels(worker_id, role).set(0)
+        for known in (
+            self.worker_circuit_state,
+            self.worker_active,
+            self.worker_kv_usage,
+            self.worker_queued_tokens,
+        ):
+            known.remove(worker_id, role)
+
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """The text of all metrics and its content type; with exemplars for a client that ``accept``s them."""
         return self.registry.exposition(accept)

@@ -118,7 +118,9 @@ def health() -> list[Alert]:
         ),
         Alert(
             "AntiphonWorkerDown",
-            "min by (model_name, role, worker) (antiphon_worker_up) == 0",
+            # A worker that left its pool for good is no member any more, and routers cannot tell.
+            "min by (model_name, role, worker) (antiphon_worker_up) == 0"
+            " and on (model_name, role, worker) antiphon_member_up",
             "5m",
             "warning",
             "{{ $labels.worker }} ({{ $labels.role }}) is not linked to a router",

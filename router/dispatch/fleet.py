@@ -75,7 +75,7 @@ class Fleet:
             return None
         del self._workers[worker_id]
         self._prefixes.forget(worker_id)
-        self._metrics.worker_up.labels(worker_id, view.address.role).set(0)
+        self._metrics.worker_gone(worker_id, view.address.role)
         self._metrics.ready_pairs.set(len(self.pairs()))
         return view
 

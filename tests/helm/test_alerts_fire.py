@@ -29,6 +29,10 @@ def worker(metric: str, values: str, *, role: str = "decode", index: int = 0) ->
     return {f'antiphon_worker_{metric}{{{M}, role="{role}", worker="{role}-{index}"}}': values}
 
 
+def member(values: str, *, index: int = 0) -> Series:
+    return {f'antiphon_member_up{{{M}, role="decode", worker="decode-{index}"}}': values}
+
+
 def stage(name: str, bound: str, bigger: str) -> Series:
     """A histogram of one stage whose every observation lies between two bounds."""
     labels = f'{M}, stage="{name}"'
@@ -98,7 +102,14 @@ CASES = (
         MODEL,
     ),
     Case("AntiphonMetricsMissing", {}, {f'antiphon_build_info{{{M}, role="router"}}': "1x20"}, 6, {}),
-    Case("AntiphonWorkerDown", worker("up", "0x20"), worker("up", "1x20"), 6, DECODE),
+    Case(
+        "AntiphonWorkerDown",
+        worker("up", "0x20") | member("0x20"),
+        # One that the supervisor has taken out of its pool, which was made smaller; and one that is up.
+        worker("up", "0x20") | worker("up", "1x20", index=1) | member("1x20", index=1),
+        6,
+        DECODE,
+    ),
     Case("AntiphonCircuitOpen", worker("circuit_state", "1x20"), worker("circuit_state", "2x20"), 6, DECODE),
     Case(
         "AntiphonQueueFull",

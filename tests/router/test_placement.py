@@ -185,6 +185,31 @@ def test_load_sent_since_the_last_report_counts(fleet):
     assert fleet.decode_candidates([], (), 0)[0].active == 0
 
 
+def test_what_was_last_known_of_a_worker_that_is_gone_is_not_exported():
+    """It would stand for ever where a pool shrank: an open circuit as an alarm, free pages as no alarm."""
+    metrics = RouterMetrics("tiny")
+    fleet = Fleet(metrics, page_size_tokens=16)
+    for index in range(2):
+        fleet.add(WorkerAddress(f"d{index}", Role.DECODE, 1, "inproc://x"))
+        fleet.take_report(f"d{index}", report())
+
+    def exported(worker_id: str) -> dict[str, float]:
+        return {
+            sample.name: sample.value
+            for metric in metrics.registry.collect()
+            for sample in metric.samples
+            if sample.labels.get("worker") == worker_id
+        }
+
+    load = {"circuit_state", "active_requests", "kv_cache_usage_ratio", "queued_prefill_tokens"}
+    assert set(exported("d0")) == {"antiphon_worker_up", *(f"antiphon_worker_{name}" for name in load)}
+    fleet.remove("d0", epoch=1)
+    fleet.release("d0", "r")
+    fleet.failed("d0", now=0)
+    assert exported("d0") == {"antiphon_worker_up": 0}
+    assert set(exported("d1")) == {"antiphon_worker_up", *(f"antiphon_worker_{name}" for name in load)}
+
+
 def test_failing_worker_is_avoided_only_while_there_is_another(fleet):
     fleet.take_report("p0", report(d0=1, d1=1))
     for _ in range(3):
