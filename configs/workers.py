@@ -81,9 +81,10 @@ class WorkerConfig(Section):
     cpu_threads: int = pydantic.Field(1, ge=1)
     """Torch threads of one CPU rank."""
     fp8_experts: Literal["resident", "widened"] = "widened"
-    """On a GPU, how long chunks get their FP8 experts: ``resident`` holds them beside the 4-bit weights
-    (gpt-oss-20b: 19 GB more), ``widened`` makes them of those while it multiplies (gpt-oss-120b on one
-    card), as is always done with experts that ranks split."""
+    """On a GPU, how chunks and steps of many tokens get their FP8 experts: ``resident`` holds them beside the
+    4-bit weights (gpt-oss-20b: 19 GB more), ``widened`` makes them of those while it multiplies (gpt-oss-120b
+    on one card), as is always done with experts that ranks split. With either, activations are rounded to
+    e4m3: from 257 tokens on, ``widened`` on one GPU from 81 of gpt-oss-20b and 129 of gpt-oss-120b."""
     fp8_projections: bool = False
     """On a GPU, in a worker of one rank: hold the attention's projections in FP8 as well (gpt-oss-20b: 0.65
     GB more) and multiply chunks of 1,024 tokens and more by those. Less exact: both operands are rounded to
