@@ -186,3 +186,13 @@ def test_policies_that_may_not_know_the_pods_are_warned_of(
     changes = {"decode.hostNetwork": network, "networkPolicy.enabled": policies}
     notes = render("h200-two-nodes-values.yaml", changes).notes
     assert notes.count("WARNING: hostNetwork") == (1 if network and policies else 0)
+
+
+@pytest.mark.parametrize(("secret", "scheme"), [("", "http"), ("certificate", "https")])
+def test_gateways_are_told_how_routers_speak(secret: str, scheme: str, render: Renderer) -> None:
+    release = render("h200-two-nodes-values.yaml", {"router.tls.secretName": secret})
+    ports = [port for service in release.of_kind("Service") for port in service["spec"]["ports"]]
+    assert [port["appProtocol"] for port in ports] == [scheme, scheme]
+    assert ("WARNING: routers speak HTTPS" in release.notes) is (scheme == "https")
+    quiet = render("h200-two-nodes-values.yaml", {"router.httpRoute.enabled": False})
+    assert "routers speak HTTPS" not in quiet.notes
