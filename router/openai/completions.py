@@ -85,13 +85,13 @@ async def prompt_token_ids(context: ApiContext, request: CompletionRequest) -> l
     given = request.prompt
     items = [given] if isinstance(given, str) else given
     numbers = [item for item in items if isinstance(item, int)]
+    if not numbers and len(items) > MAX_PROMPTS:
+        raise invalid(f"{len(items)} prompts are given; {MAX_PROMPTS} are possible.", "prompt")
     texts = iter(await encoded(context, [item for item in items if isinstance(item, str)], "prompt"))
     several = [next(texts) if isinstance(item, str) else item for item in items if not isinstance(item, int)]
     prompts = [numbers] if numbers else several
     if not prompts or not all(prompts):
         raise invalid("The prompt is empty.", "prompt")
-    if len(prompts) > MAX_PROMPTS:
-        raise invalid(f"{len(prompts)} prompts are given; {MAX_PROMPTS} are possible.", "prompt")
     size = context.formatter.vocabulary_size
     for prompt in prompts:
         if not 0 <= min(prompt) <= max(prompt) < size:

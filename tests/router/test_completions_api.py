@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from antiphon.router.byte_format import CONTENT, REASONING, STOP
+from antiphon.router.byte_format import CONTENT, REASONING, STOP, ByteFormatter
 from antiphon.router.dispatch.scripted_gateway import ScriptedGateway
 from antiphon.router.harmony.formatter import HarmonyFormatter
 
@@ -167,6 +167,21 @@ async def test_bad_requests_name_the_field(deploy, fields, param):
     response = await complete(deployment, **fields)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+async def test_too_many_prompts_are_not_encoded(deploy, monkeypatch):
+    """Millions fit into a body, and take half a minute."""
+    deployment = await deploy(saying("x"), encoding_processes=0)
+    encoded = []
+    encode = ByteFormatter.encode
+    monkeypatch.setattr(
+        ByteFormatter, "encode", lambda self, text: encoded.append(text) or encode(self, text)
+    )
+    for count, status in ((129, 400), (2, 200)):
+        encoded.clear()
+        response = await complete(deployment, prompt=["ab"] * count)
+        assert response.status_code == status, response.text
+        assert len(encoded) == (count if status == 200 else 0)
 
 
 async def test_tokenize_and_back(deploy):
