@@ -52,11 +52,11 @@ class RouterMetrics:
     def _begin_at_zero(self) -> None:
         """Series of what should not happen exist from the start: a share of failures is 0 then, and known."""
         for endpoint in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
-            for status_code in ("200", "429", "500", "503"):
+            for status_code in ("200", "429", "500", "503", "504"):
                 self.requests.labels(endpoint, status_code)
         for leg in ("prefill", "decode"):
             self.retries.labels(leg, "worker_lost")
-        for reason in ("queue_full", "shutdown", "key_limit"):
+        for reason in ("queue_full", "displaced", "deadline", "shutdown", "key_limit"):
             self.rejections.labels(reason)
 
     def _declare_requests(self) -> None:

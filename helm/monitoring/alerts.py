@@ -136,7 +136,7 @@ def health() -> list[Alert]:
         ),
         Alert(
             "AntiphonQueueFull",
-            'sum by (model_name) (rate(antiphon_rejections_total{reason="queue_full"}[5m])) > 0',
+            'sum by (model_name) (rate(antiphon_rejections_total{reason=~"queue_full|displaced"}[5m])) > 0',
             "5m",
             "warning",
             "{{ $labels.model_name }}: requests are answered with 429",

@@ -113,7 +113,11 @@ CASES = (
     Case("AntiphonCircuitOpen", worker("circuit_state", "1x20"), worker("circuit_state", "2x20"), 6, DECODE),
     Case(
         "AntiphonQueueFull",
-        {f'antiphon_rejections_total{{{M}, reason="queue_full"}}': "0+10x20"},
+        # More urgent requests come, so that the full queue turns others away that wait.
+        {
+            f'antiphon_rejections_total{{{M}, reason="queue_full"}}': "0x20",
+            f'antiphon_rejections_total{{{M}, reason="displaced"}}': "0+10x20",
+        },
         {f'antiphon_rejections_total{{{M}, reason="shutdown"}}': "0+10x20"},
         10,
         MODEL,

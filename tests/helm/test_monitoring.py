@@ -190,6 +190,19 @@ def test_matched_values_are_ones_that_exist() -> None:
     assert matched == set(known)
 
 
+def test_what_alerts_count_is_0_from_the_start() -> None:
+    """No rate shows the first refusal or error of a series that begins with it."""
+    text = RouterMetrics("m").exposition()[0].decode()
+    source = (ROOT / "router/admission.py").read_text()
+    at_the_door = set(re.findall(r'rejections\.labels\("(\w+)"\)', source))
+    begun = set(re.findall(r'^antiphon_rejections_total{.*reason="(\w+)"', text, re.M))
+    assert begun == at_the_door | {"key_limit"}
+    errors = set(re.findall(r"^\| (5\d\d) \|", page_of("http-api.md"), re.M))
+    for endpoint in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+        series = rf'^antiphon_requests_total{{endpoint="{endpoint}",.*status_code="(5\d\d)"'
+        assert set(re.findall(series, text, re.M)) == errors
+
+
 def test_bounds_of_objectives_are_bounds_of_buckets() -> None:
     text = RouterMetrics("m").exposition()[0].decode()
     for expression in EXPRESSIONS:
