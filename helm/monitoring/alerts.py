@@ -110,7 +110,7 @@ def health() -> list[Alert]:
         ),
         Alert(
             "AntiphonMetricsMissing",
-            "absent(antiphon_build_info)",
+            'absent(antiphon_build_info{role="router"})',
             "5m",
             "critical",
             "no router is scraped",

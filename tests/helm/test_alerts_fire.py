@@ -101,7 +101,16 @@ CASES = (
         4,
         MODEL,
     ),
-    Case("AntiphonMetricsMissing", {}, {f'antiphon_build_info{{{M}, role="router"}}': "1x20"}, 6, {}),
+    Case(
+        "AntiphonMetricsMissing",
+        {
+            f'antiphon_build_info{{{M}, role="{role}"}}': "1x20"
+            for role in ("prefill", "decode", "supervisor")
+        },
+        {f'antiphon_build_info{{{M}, role="router"}}': "1x20"},
+        6,
+        {"role": "router"},
+    ),
     Case(
         "AntiphonWorkerDown",
         worker("up", "0x20") | member("0x20"),
