@@ -13,6 +13,8 @@ from antiphon.protocol.messages import Heartbeat
 from antiphon.protocol.session import Session, SessionOverflow
 
 _ACKNOWLEDGE_EVERY = 64
+_ACKNOWLEDGE_EVERY_BYTES = 1024 * 1024
+"""A burst of large messages would else fill the sender's bound until the next heartbeat, though taken."""
 
 
 class Conversation:
@@ -55,6 +57,11 @@ class Conversation:
                 self.overflowed = f"does not keep up: {error}"
         return True
 
+    def backlog_bytes(self) -> int:
+        """Of the messages that the peer has not acknowledged."""
+        with self._lock:
+            return self._session.unacknowledged_bytes
+
     def take(self, frame: Frame) -> bool:
         """Note a frame's acknowledgement and number; whether it holds a message that is new.
 
@@ -64,7 +71,7 @@ class Conversation:
         self.heard_at = time.monotonic()
         with self._lock:
             self._session.acknowledge(frame.acknowledged)
-            return frame.kind is FrameKind.MESSAGE and self._session.accept(frame.number)
+            return frame.kind is FrameKind.MESSAGE and self._session.accept(frame.number, len(frame.payload))
 
     def received(self) -> int:
         """Number of the last message taken, to be told to the peer now."""
@@ -84,7 +91,10 @@ class Conversation:
     def acknowledge_if_due(self) -> None:
         """Let a peer that sends much forget what has arrived."""
         with self._lock:
-            due = self._session.untold >= _ACKNOWLEDGE_EVERY
+            due = (
+                self._session.untold >= _ACKNOWLEDGE_EVERY
+                or self._session.untold_bytes >= _ACKNOWLEDGE_EVERY_BYTES
+            )
         if due:
             self.heartbeat()
 

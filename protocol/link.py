@@ -152,6 +152,11 @@ class LinkNode:
             self._loop.call_soon_threadsafe(self._flush)
         return True
 
+    def backlog_bytes(self, peer: Peer) -> int:
+        """Of the messages to this peer that it has not acknowledged; 0 when no session stands with it."""
+        conversation = self._conversations.get(peer)
+        return 0 if conversation is None else conversation.backlog_bytes()
+
     def is_up(self, peer: Peer) -> bool:
         """Whether a session with this peer stands."""
         return peer in self._conversations

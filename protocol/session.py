@@ -29,6 +29,7 @@ class Session:
         self._last_sent = 0
         self._received = 0
         self._told = 0
+        self._untold_bytes = 0
 
     @property
     def received(self) -> int:
@@ -41,9 +42,19 @@ class Session:
         return self._received - self._told
 
     @property
+    def untold_bytes(self) -> int:
+        """Of those payloads."""
+        return self._untold_bytes
+
+    @property
     def unacknowledged(self) -> int:
         """Payloads queued or sent that the peer has not acknowledged."""
         return len(self._unacknowledged)
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """Of those payloads."""
+        return self._unacknowledged_bytes
 
     def queue(self, payload: bytes) -> None:
         """Add a payload to be sent.
@@ -71,7 +82,7 @@ class Session:
 
     def tell(self) -> int:
         """The acknowledgement to put on the next frame."""
-        self._told = self._received
+        self._told, self._untold_bytes = self._received, 0
         return self._received
 
     def acknowledge(self, up_to: int) -> None:
@@ -86,8 +97,8 @@ class Session:
             self._unacknowledged_bytes -= len(self._unacknowledged.popleft()[1])
         self._last_sent = max(self._last_sent, up_to)
 
-    def accept(self, number: int) -> bool:
-        """Whether the payload of this number is new; a repeat is not.
+    def accept(self, number: int, size: int = 0) -> bool:
+        """Whether the payload of this number, of so many bytes, is new; a repeat is not.
 
         Raises:
             WireError: a number was skipped, which no working peer does.
@@ -97,6 +108,7 @@ class Session:
         if number <= self._received:
             return False
         self._received = number
+        self._untold_bytes += size
         return True
 
     def resume(self, peer_received: int) -> None:

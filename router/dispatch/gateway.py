@@ -24,6 +24,10 @@ class WorkerUnreachable(AntiphonError):
     """A message could not be handed to a worker: no link to it, or the link's outbox is full."""
 
 
+class WorkerBacklogged(AntiphonError):
+    """So much is on its way to a worker that no work is begun there: another may take it, or it waits."""
+
+
 class GatewayListener(Protocol):
     """Receives what happens on the links; every call comes on the router's event loop, none may block."""
 
@@ -56,6 +60,7 @@ class WorkerGateway(Protocol):
 
         Raises:
             WorkerUnreachable: the message will not be delivered.
+            WorkerBacklogged: neither will this one, which would begin work; others still are.
         """
         ...
 

@@ -10,7 +10,7 @@ import structlog
 
 from antiphon.protocol.messages import AbortRequest, GenerateRequest, Message, PrefillRequest
 from antiphon.router.dispatch.fleet import Fleet
-from antiphon.router.dispatch.gateway import WorkerGateway, WorkerUnreachable
+from antiphon.router.dispatch.gateway import WorkerBacklogged, WorkerGateway, WorkerUnreachable
 from antiphon.router.dispatch.generation import ATTEMPT_STRIDE, Generation
 from antiphon.router.dispatch.placement import (
     DecodeCandidate,
@@ -58,10 +58,8 @@ class Legs:
                 any_worker = bool(self._fleet.decode_candidates(keys, (), now))
                 return Placed.ALL_REFUSED if any_worker else Placed.NO_WORKER
             message = self._generate_request(generation, now, choice.reason)
-            if self._send(choice.worker_id, message):
+            if self._ask(choice.worker_id, generation, message, now):
                 break
-            generation.refused_by.add(choice.worker_id)
-            self._fleet.failed(choice.worker_id, now)
         generation.decode_worker_id = choice.worker_id
         generation.workers_used.append(choice.worker_id)
         self._fleet.assign(choice.worker_id, generation.request_id, now, pages=pages)
@@ -95,10 +93,8 @@ class Legs:
                 cache_salt=generation.cache_salt,
                 traceparent=generation.trace.attempt(generation.attempt),
             )
-            if self._send(choice.worker_id, message):
+            if self._ask(choice.worker_id, generation, message, now):
                 break
-            generation.refused_by.add(choice.worker_id)
-            self._fleet.failed(choice.worker_id, now)
         generation.prefill_worker_id = choice.worker_id
         generation.workers_used.append(choice.worker_id)
         self._fleet.assign(choice.worker_id, generation.request_id, now, tokens=len(token_ids))
@@ -126,6 +122,19 @@ class Legs:
         # A worker that cannot be reached hears nothing and needs nothing: its lease on us ends too.
         self._send(worker_id, AbortRequest(generation.request_id, attempt, reason))
         self._fleet.release(worker_id, generation.request_id)
+
+    def _ask(
+        self, worker_id: str, generation: Generation, message: GenerateRequest | PrefillRequest, now: float
+    ) -> bool:
+        """Send what begins a leg; whether it went. A worker it cannot go to counts as one that refused it."""
+        try:
+            if self._send(worker_id, message):
+                return True
+            self._fleet.failed(worker_id, now)
+        except WorkerBacklogged as error:
+            log.warning("worker_backlogged", worker=worker_id, error=str(error))
+        generation.refused_by.add(worker_id)
+        return False
 
     def _send(self, worker_id: str, message: Message) -> bool:
         if self._fleet.get(worker_id) is None:

@@ -30,7 +30,12 @@ from antiphon.protocol.messages import (
     TokenOutput,
     TokensAck,
 )
-from antiphon.router.dispatch.gateway import GatewayListener, WorkerMessage, WorkerUnreachable
+from antiphon.router.dispatch.gateway import (
+    GatewayListener,
+    WorkerBacklogged,
+    WorkerMessage,
+    WorkerUnreachable,
+)
 
 Script = Callable[[GenerateRequest], list[int]]
 """The whole answer to a request, stop token included; a retry's emitted tokens are skipped."""
@@ -46,6 +51,8 @@ class ScriptedWorker:
 
     address: WorkerAddress
     up: bool = True
+    backlogged: bool = False
+    """Whether requests do not get through to it, other messages do."""
     draining: bool = False
     hold: bool = False
     refuse: list[RequestRefused] = field(default_factory=list)
@@ -100,6 +107,8 @@ class ScriptedGateway:
         worker = self.workers.get(worker_id)
         if worker is None or not worker.up:
             raise WorkerUnreachable(f"no link to worker {worker_id}")
+        if worker.backlogged and isinstance(message, GenerateRequest | PrefillRequest):
+            raise WorkerBacklogged(f"too much is on its way to worker {worker_id}")
         match message:
             case TokensAck():
                 worker.acknowledged = message.sequence_number

@@ -294,6 +294,20 @@ async def test_a_peer_that_does_not_keep_up_is_lost() -> None:
     await proxy.stop()
 
 
+async def test_a_peer_that_takes_much_at_once_says_so_before_its_next_heartbeat() -> None:
+    """A burst of long prompts would otherwise end the link to a worker that keeps up with them."""
+    settings = LinkSettings(heartbeat_s=120, lease_s=600, max_unacknowledged_bytes=4 * 2**20)
+    decode, router = End(Role.DECODE, settings=settings), End(Role.ROUTER, settings=settings)
+    async with ends(decode, router):
+        peer = router.node.connect(decode.listen())
+        await until(lambda: bool(router.saw.up and decode.saw.up))
+        for number in range(12):
+            assert router.node.send(peer, AbortRequest("r", number, "x" * 2**20))
+            await until(lambda count=number + 1: len(decode.saw.messages) == count)
+            await until(lambda: router.node.backlog_bytes(peer) == 0)
+        assert not router.saw.lost
+
+
 async def test_send_from_other_threads() -> None:
     decode, router = End(Role.DECODE), End(Role.ROUTER)
     async with ends(decode, router):

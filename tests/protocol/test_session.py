@@ -47,6 +47,18 @@ def test_repeat_is_recognised() -> None:
     assert receiver.received == 1
 
 
+def test_bytes_that_nobody_acknowledged_are_counted_on_both_sides() -> None:
+    sender, receiver = make(), make()
+    for size in (10, 30):
+        sender.queue(bytes(size))
+    for number, payload in sender.take_unsent():
+        assert receiver.accept(number, len(payload))
+    assert not receiver.accept(2, 30)
+    assert (sender.unacknowledged_bytes, receiver.untold_bytes) == (40, 40)
+    sender.acknowledge(receiver.tell())
+    assert (sender.unacknowledged_bytes, receiver.untold_bytes) == (0, 0)
+
+
 def test_gap_and_foreign_acknowledgement_are_errors() -> None:
     session = make()
     with pytest.raises(WireError, match="message 2 follows message 0"):

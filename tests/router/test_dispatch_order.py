@@ -105,6 +105,25 @@ async def test_full_prefill_worker_is_asked_again(deploy):
     assert len(sent(workers, "d0", GenerateRequest)) == 1
 
 
+async def test_a_worker_with_much_on_its_way_is_asked_later_and_is_not_suspected(deploy, until):
+    workers = workers_saying(decode=2)
+    deployment = await deploy(workers)
+    for name in ("d0", "d1"):
+        workers.workers[name].backlogged = True
+    for _ in range(8):  # as many failures would have opened a circuit
+        assert (await deployment.chat()).status_code == 429
+    workers.workers["d1"].backlogged = False
+    assert content_of(await deployment.chat()) == TEXT
+    workers.workers["d0"].backlogged, workers.workers["d1"].backlogged = False, True
+    assert content_of(await deployment.chat()) == TEXT
+    workers.workers["p0"].backlogged = True
+    begun = asyncio.create_task(deployment.chat())
+    await until(lambda: len(sent(workers, "d0", GenerateRequest)) == 2)
+    assert not begun.done()
+    workers.workers["p0"].backlogged = False
+    assert content_of(await begun) == TEXT
+
+
 @pytest.mark.parametrize("worker", ["p0", "d0"])
 async def test_what_never_fits_is_the_clients_error(deploy, worker):
     workers = workers_saying()

@@ -14,6 +14,7 @@ from antiphon.protocol.identity import Role, Topology, WorkerAddress, new_epoch
 from antiphon.protocol.link import LinkNode, LinkSettings
 from antiphon.protocol.link_wire import Peer
 from antiphon.protocol.messages import (
+    AbortRequest,
     Finish,
     FinishReason,
     GenerateRequest,
@@ -22,12 +23,14 @@ from antiphon.protocol.messages import (
     PrefillFinished,
     PrefillRequest,
     Reserved,
+    SamplingParams,
     TokenBatch,
     TokenOutput,
     TokensAck,
 )
 from antiphon.router.byte_format import CONTENT, ByteFormatter, byte_answer
-from antiphon.router.dispatch.gateway import WorkerUnreachable
+from antiphon.router.dispatch import link_gateway
+from antiphon.router.dispatch.gateway import WorkerBacklogged, WorkerUnreachable
 from antiphon.router.dispatch.link_gateway import LinkGateway
 from antiphon.router.served_model import ServedModel
 from antiphon.router.server import RouterServer
@@ -122,6 +125,22 @@ async def test_a_request_over_links(parts, until):
     response = await chat(server)
     assert response.json()["choices"][0]["message"]["content"] == "hello"
     await until(lambda: decode.acknowledged == len("hello") + 2)
+
+
+async def test_no_more_work_is_sent_to_a_worker_that_much_is_on_its_way_to(parts, until, monkeypatch):
+    server, gateway, prefill, decode = parts
+    server.set_topology(Topology(1, (prefill.address, decode.address)))
+    await until(lambda: server.ready)
+    monkeypatch.setattr(link_gateway, "MAX_BACKLOG_BYTES", 1000)
+    sampling = SamplingParams(max_tokens=1, seed=0)
+    work = GenerateRequest("r", 1, [7] * 2000, [], sampling, 0, 60.0)
+    gateway.send("d0", work)  # one may be as large as it likes, and nothing has been read of it yet
+    with pytest.raises(WorkerBacklogged, match=r"\d{4} bytes are still on their way to worker d0"):
+        gateway.send("d0", work)
+    gateway.send("d0", AbortRequest("r", 1, "test"))
+    gateway.send("p0", TokensAck(0))
+    await until(lambda: gateway._node.backlog_bytes(decode.me) < 1000)
+    assert (await chat(server)).json()["choices"][0]["message"]["content"] == "hello"
 
 
 async def test_a_worker_that_dies_is_replaced_by_its_next_life(parts, until):
