@@ -35,12 +35,12 @@ PATIENCE_S = 300.0
 
 STILL = re.compile(
     # A drain, a peer that outlives its lease, a worker that fails again and again, a notification that comes
-    # after the word that there are no more, pages that GPUs map, a way around by TCP: rare, or of GPUs alone,
-    # and each shown by tests of its own.
+    # after the word that there are no more, what both ends of a link end at the same time, pages that GPUs
+    # map, a way around by TCP: rare, or of GPUs alone, and each shown by tests of its own.
     # Refusals of an idle machine all fall into the histogram's first bucket, whose quantiles are constants.
     # ``tests/helm/test_expressions_move.py`` moves them as well.
     r"Workers: B|Peers past their lease|Circuit|Late, missing, ended: A|Handshakes and peers: [CD]"
-    r"|Time to turn away|AntiphonTransferFallback"
+    r"|What workers count: B|Time to turn away|AntiphonTransferFallback"
 )
 """Places whose value may be the same throughout; it must be a number all the same."""
 
