@@ -1,4 +1,4 @@
-"""A short run of ``chaos_run.py`` with a fresh seed, which is printed: three kills, once each other fault."""
+"""Short runs of ``chaos_run.py``: one with a fixed seed, one with a fresh seed, which is printed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 RUN = Path(__file__).with_name("chaos_run.py")
-LENGTH = ["--requests", "80", "--clients", "8", "--scale", "0.12"]
+LENGTH = ["--requests", "60", "--clients", "8", "--scale", "0.06"]
+FRESH_SEED = secrets.randbelow(1 << 31)
 
 pytestmark = pytest.mark.e2e
 
@@ -28,12 +29,12 @@ def namespaces_allowed() -> bool:
 
 
 @pytest.mark.timeout(600)  # a crowded machine may take long to start what was killed
+@pytest.mark.parametrize("seed", [20260, FRESH_SEED], ids=["fixed seed", "fresh seed"])
 def test_nothing_hangs_leaks_or_is_answered_wrongly(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if not namespaces_allowed():
         pytest.skip("network namespaces are not allowed here")
-    seed = secrets.randbelow(1 << 31)
     with capsys.disabled():  # also when it passes: what comes after may need the same run again
         sys.stdout.write(f"chaos with SEED={seed}\n")
     command = [sys.executable, str(RUN), "--seed", str(seed), *LENGTH, "--output", str(tmp_path)]
@@ -43,6 +44,6 @@ def test_nothing_hangs_leaks_or_is_answered_wrongly(
     report = json.loads((tmp_path / "chaos.json").read_text())
     assert report["passed"]
     assert report["seed"] == seed
-    assert report["requests"] >= 80
-    assert sum(report["faults"].values()) >= 6
+    assert report["requests"] >= 60
+    assert sum(report["faults"].values()) >= 4
     assert (tmp_path / "chaos.png").stat().st_size > 0
