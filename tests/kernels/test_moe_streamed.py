@@ -142,6 +142,7 @@ def test_a_library_that_was_not_built_is_a_clear_error(
         build.LIBRARY.load()
 
 
+@pytest.mark.timeout(900)  # two minutes of two cores, of which a crowded machine may give little
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_sources_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANTIPHON_KERNEL_LIBRARY_DIR", str(tmp_path))
