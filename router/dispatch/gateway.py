@@ -7,10 +7,12 @@ from typing import Protocol
 from antiphon.protocol.errors import AntiphonError
 from antiphon.protocol.identity import Topology, WorkerAddress
 from antiphon.protocol.messages import (
+    GenerateRequest,
     LoadReport,
     Message,
     PrefillFailed,
     PrefillFinished,
+    PrefillRequest,
     RequestRefused,
     Reserved,
     TokenBatch,
@@ -26,6 +28,16 @@ class WorkerUnreachable(AntiphonError):
 
 class WorkerBacklogged(AntiphonError):
     """So much is on its way to a worker that no work is begun there: another may take it, or it waits."""
+
+
+def may_wait(message: Message) -> bool:
+    """Whether a message begins work that nobody has begun yet, and so may be refused for a worker's backlog.
+
+    A later attempt may not: its client has been answered in part, and it would be given up.
+    """
+    return isinstance(message, PrefillRequest) or (
+        isinstance(message, GenerateRequest) and message.attempt == 0
+    )
 
 
 class GatewayListener(Protocol):

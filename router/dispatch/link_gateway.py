@@ -11,20 +11,20 @@ from antiphon.protocol.codec import AnyMessage
 from antiphon.protocol.identity import Role, Topology, WorkerAddress, new_epoch
 from antiphon.protocol.link import LinkNode, LinkSettings
 from antiphon.protocol.link_wire import Peer
-from antiphon.protocol.messages import GenerateRequest, Message, PrefillRequest
+from antiphon.protocol.messages import Message
 from antiphon.router.dispatch.gateway import (
     GatewayListener,
     WorkerBacklogged,
     WorkerMessage,
     WorkerUnreachable,
+    may_wait,
 )
 
 log = structlog.get_logger("antiphon.router.links")
 
 MAX_BACKLOG_BYTES = 32 * 1024 * 1024
 """With so much on its way to a worker no more work is begun there. A link is given up, with everybody's
-requests, at twice as much; what may still follow, acknowledgements and aborts, is small."""
-_BEGINS_WORK = (GenerateRequest, PrefillRequest)
+requests, at twice as much; what may still follow are acknowledgements, aborts and what is attempted again."""
 _WORKER_MESSAGES = get_args(WorkerMessage)
 
 
@@ -66,7 +66,7 @@ class LinkGateway:
             WorkerBacklogged: more than ``MAX_BACKLOG_BYTES`` are on their way to it, and this is more work.
         """
         peer = self._up.get(worker_id)
-        if peer is not None and isinstance(message, _BEGINS_WORK):
+        if peer is not None and may_wait(message):
             backlog = self._node.backlog_bytes(peer)
             if backlog > MAX_BACKLOG_BYTES:
                 raise WorkerBacklogged(f"{backlog} bytes are still on their way to worker {worker_id}")

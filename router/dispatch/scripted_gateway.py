@@ -35,6 +35,7 @@ from antiphon.router.dispatch.gateway import (
     WorkerBacklogged,
     WorkerMessage,
     WorkerUnreachable,
+    may_wait,
 )
 
 Script = Callable[[GenerateRequest], list[int]]
@@ -52,7 +53,7 @@ class ScriptedWorker:
     address: WorkerAddress
     up: bool = True
     backlogged: bool = False
-    """Whether requests do not get through to it, other messages do."""
+    """Whether new requests do not get through to it, other messages do."""
     draining: bool = False
     hold: bool = False
     refuse: list[RequestRefused] = field(default_factory=list)
@@ -107,7 +108,7 @@ class ScriptedGateway:
         worker = self.workers.get(worker_id)
         if worker is None or not worker.up:
             raise WorkerUnreachable(f"no link to worker {worker_id}")
-        if worker.backlogged and isinstance(message, GenerateRequest | PrefillRequest):
+        if worker.backlogged and may_wait(message):
             raise WorkerBacklogged(f"too much is on its way to worker {worker_id}")
         match message:
             case TokensAck():

@@ -124,6 +124,22 @@ async def test_a_worker_with_much_on_its_way_is_asked_later_and_is_not_suspected
     assert content_of(await begun) == TEXT
 
 
+async def test_what_is_computed_again_gets_through_to_a_worker_with_much_on_its_way(deploy, until):
+    workers = workers_saying(decode=2)
+    workers.step_s = 0.02
+    deployment = await deploy(workers)
+    begun = asyncio.create_task(deployment.chat())
+    await until(lambda: any(worker.batches > 3 for worker in workers.workers.values()))
+    mine = next(name for name in ("d0", "d1") if sent(workers, name, GenerateRequest))
+    (other,) = {"d0", "d1"} - {mine}
+    workers.workers[other].backlogged = True
+    workers.kill(mine)
+    assert content_of(await begun) == TEXT
+    (again,) = sent(workers, other, GenerateRequest)
+    assert again.attempt > 0
+    assert again.output_token_ids
+
+
 @pytest.mark.parametrize("worker", ["p0", "d0"])
 async def test_what_never_fits_is_the_clients_error(deploy, worker):
     workers = workers_saying()

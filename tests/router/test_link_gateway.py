@@ -133,11 +133,12 @@ async def test_no_more_work_is_sent_to_a_worker_that_much_is_on_its_way_to(parts
     await until(lambda: server.ready)
     monkeypatch.setattr(link_gateway, "MAX_BACKLOG_BYTES", 1000)
     sampling = SamplingParams(max_tokens=1, seed=0)
-    work = GenerateRequest("r", 1, [7] * 2000, [], sampling, 0, 60.0)
+    work = GenerateRequest("r", 0, [7] * 2000, [], sampling, 0, 60.0)
     gateway.send("d0", work)  # one may be as large as it likes, and nothing has been read of it yet
     with pytest.raises(WorkerBacklogged, match=r"\d{4} bytes are still on their way to worker d0"):
         gateway.send("d0", work)
     gateway.send("d0", AbortRequest("r", 1, "test"))
+    gateway.send("d0", GenerateRequest("again", 16, [7] * 2000, [7], sampling, 0, 60.0))
     gateway.send("p0", TokensAck(0))
     await until(lambda: gateway._node.backlog_bytes(decode.me) < 1000)
     assert (await chat(server)).json()["choices"][0]["message"]["content"] == "hello"
