@@ -151,9 +151,8 @@ def build_driver_module(folder: Path) -> Path:
         except subprocess.CalledProcessError as error:
             raise KernelLibraryError(f"Triton's driver module was not compiled: {error}") from error
         except ImportError as error:
-            if _DRIVER not in str(
-                error
-            ):  # it is compiled; only a machine with the driver's library can load it
+            # It is compiled; only a machine with the driver's library can load it.
+            if _DRIVER not in str(error):
                 raise KernelLibraryError(f"Triton's driver module cannot be loaded: {error}") from error
         compiled = get_cache_manager(_driver_key(source, platform_key())).get_file(name)
         if compiled is None:

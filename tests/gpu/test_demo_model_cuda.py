@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from antiphon.benchmarks.rank_agreement import choices, subject
+from antiphon.benchmarks.rank_agreement import LEAST_SHARE, choices, subject
 from antiphon.demo.shape import MODEL_NAME
 from antiphon.model.checkpoint.load import fill
 from antiphon.model.cuda_transformer import CudaTransformer
 from antiphon.model.transformer import Transformer
 
-LEAST_SHARE = 0.99
 CPU = torch.device("cpu")
 
 
